@@ -18,7 +18,7 @@ def train(config: PpoConfig) -> None:
 
 
 def plan(config: PpoConfig) -> str:
-    """What a run would do, for `--dry-run`."""
+    """The memory plan, the sources and the validations of a run, for `--dry-run`."""
     from r3lite.assembly.reinforcement import check
     from r3lite.assembly.rl_setup import plan_memory
 
@@ -35,7 +35,7 @@ def plan(config: PpoConfig) -> str:
 
 
 def described_sources(config: PpoConfig) -> str:
-    """The sources for `--dry-run`, if there are several; those that would have to be downloaded are not counted."""
+    """The sources with their numbers of questions, if there are several; missing data sets are not downloaded."""
     from r3lite.datasets.sources import missing_of, read_questions_of, table
 
     if not config.mixture.sources:

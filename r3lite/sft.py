@@ -16,7 +16,7 @@ def train(config: SftConfig) -> None:
 
 
 def plan(config: SftConfig) -> str:
-    """What a run would do, for `--dry-run`; data that would have to be downloaded first are not counted."""
+    """The memory plan and the number of rows and steps, for `--dry-run`; missing data sets are not downloaded."""
     from r3lite.datasets.sources import missing_of, read_data, table
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload

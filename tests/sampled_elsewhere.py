@@ -66,7 +66,8 @@ def perturb(state) -> None:
 def rollouts_of(sequences) -> Batch:
     """Episodes of groups of three that are paid 0, 1 and 2 at their ends."""
     paid = [
-        Rollout.paid_at_end(s.tokens, s.action_mask, s.logprobs, float(i % 3), i // 3) for i, s in enumerate(sequences)
+        Rollout.with_final_reward(s.tokens, s.action_mask, s.logprobs, float(i % 3), i // 3)
+        for i, s in enumerate(sequences)
     ]
     return Batch.of(paid)
 

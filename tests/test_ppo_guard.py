@@ -171,7 +171,7 @@ def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_p
 def test_without_validation_weights_that_are_nan_end_the_run(world, tmp_path, nan_after_two, capsys):
     assert run(world, tmp_path / "run", validated=False) == 1
     told = capsys.readouterr().err
-    assert "what the model says is not a number: " in told and "Pass --dtype bf16 or --dtype fp32" in told
+    assert "the model's output is not a number: " in told and "Pass --dtype bf16 or --dtype fp32" in told
 
 
 def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsys):

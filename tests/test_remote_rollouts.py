@@ -19,10 +19,10 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
+from r3lite.core.spans import Stopwatch
 from r3lite.llm.http_client import Link
 from r3lite.models import lora
 from r3lite.rollout import wire
-from r3lite.training.metrics import Stopwatch
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.sampled_elsewhere import (
     SHORT,
@@ -65,7 +65,8 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
             made, expected = sampler.sample(number, Stopwatch()), local.sample(number, Stopwatch())
             equal(made.sequences, expected.sequences)
             assert [s and s.total for s in made.scored] == [s and s.total for s in expected.scored]
-            assert made.told == {"rollout/moved_episodes": 4, "rollout/stale_episodes": 0}  # 2: it is tried again
+            # In round 2, too: the worker that died is tried again.
+            assert made.extra_metrics == {"rollout/moved_episodes": 4, "rollout/stale_episodes": 0}
     finally:
         process.kill()
         process.wait()
@@ -78,8 +79,8 @@ def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running)
     begun = [(s, 1) for s in sampler.sample(1, Stopwatch()).sequences if len(s.steps) > 1]
     seeds = [f"again {i}" for i in range(len(begun))]
     assert begun
-    made = sampler.sampler.engine.run_on(begun, seeds, sampler.sampler.retrieve)
-    equal(made, local.engine.run_on(begun, seeds, local.retrieve))
+    made = sampler.sampler.engine.continue_from(begun, seeds, sampler.sampler.retrieve)
+    equal(made, local.engine.continue_from(begun, seeds, local.retrieve))
     assert [s.tokens for s in made] != [s.tokens for s, _ in begun]
 
 
@@ -188,10 +189,10 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
     flags += ["--max-staleness", "1", "--importance-cap", "1.2", "--rollout-server"]
     sampler, learner, state = sampler_of(config_of(cold, *flags, running(service_of(cold))), tmp_path)
     first = sampler.sample(1, Stopwatch())
-    assert first.told["rollout/stale_episodes"] == 0 and trainers_difference(learner, first.sequences) < 1e-4
+    assert first.extra_metrics["rollout/stale_episodes"] == 0 and trainers_difference(learner, first.sequences) < 1e-4
     perturb(state)
     second = sampler.sample(2, Stopwatch())
-    assert second.told["rollout/stale_episodes"] == 6
+    assert second.extra_metrics["rollout/stale_episodes"] == 6
     batch = rollouts_of(second.sequences)
     trainer = learner.policy_logprobs(batch)
     ratios = (trainer - batch.logprobs).exp().clamp(max=1.2)

@@ -83,7 +83,10 @@ def test_what_is_left_out_is_counted(use, capsys):
     assert found["q0"].rewards[0][1] == pytest.approx(2.1)
     told = capsys.readouterr().err
     assert "2 of 6 questions have a usable trace, of 7 traces; 1 belong to no question of --data; 1 are longer" in told
-    assert "2 are paid less than 0.5 of the most for an answer; 1 come second to a better one of their question" in told
+    assert (
+        "2 are rewarded less than 0.5 of the most for an answer; 1 come second to a better one of their question"
+        in told
+    )
     # Half right by F1 is 2/3 of one of two weights: 1/3 of the most.
     assert "q4" in use(rows, "--outcome-f1", "1", "--trace-min-outcome", "0.3")[0]
 
@@ -101,7 +104,7 @@ def test_traces_of_s1_and_openr1_are_read(use, tmp_path):
 def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
     """A well-formed trace that read the gold paragraph is paid more than the limit, whatever it answers."""
     flags = ["--format-reward", "0.6", "--trace-min-outcome", "0.5"]
-    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 are paid less than 0\.5"):
+    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 are rewarded less than 0\.5"):
         use([trace(0, "Rome")], *flags)
 
 

@@ -9,10 +9,10 @@ from r3lite.assembly.rl_round import Expansion, Round, RoundSampler, near_misses
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.invocation import with_values
+from r3lite.core.spans import Stopwatch
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
-from r3lite.training.metrics import Stopwatch
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(3))
 QUESTIONS = [Question(str(i), f"q{i}?", ("yes",), gold=GOLD) for i in range(4)]
@@ -72,7 +72,7 @@ def test_right_is_what_the_judge_says_if_there_is_one():
 
 
 class Scripted:
-    """An engine whose episodes are those that a test says: `ends` are those of `run_on`."""
+    """An engine whose episodes are those that a test says: `ends` are those of `continue_from`."""
 
     def __init__(self, drawn: dict[str, list[str]], ends: list[str]):
         self.drawn, self.ends, self.asked = drawn, ends, []
@@ -82,7 +82,7 @@ class Scripted:
         seen = {q.id: iter(self.drawn[q.id]) for q in questions}
         return [sequence(q, "0", next(seen[q.id])) for q in questions]
 
-    def run_on(self, begun, seeds, retrieve):
+    def continue_from(self, begun, seeds, retrieve):
         self.asked.append(([steps for _, steps in begun], seeds))
         return [sequence(s.question, "01", says) for (s, _), says in zip(begun, self.ends, strict=True)]
 
@@ -111,7 +111,7 @@ def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():
     assert made.groups == [*groups, poor, poor]
     assert made.expanded == {4: Expansion(2 * poor, 1), 5: Expansion(2 * poor + 1, 1)}
     assert engine.asked == [([1, 1], [f"7/expand 5/{2 * poor}", f"7/expand 5/{2 * poor + 1}"])]
-    told = made.told
+    told = made.extra_metrics
     assert (told["expand/zero_std_before"], told["expand/zero_std_after"]) == (0.5, 0.0)
     assert (told["expand/episodes"], told["expand/solved"]) == (2, 1)
     # Two tokens of the step that is shared, each; four are new: another query, and the answer.
@@ -144,9 +144,9 @@ def test_the_rounds_means_are_those_of_the_policy():
 def test_groups_that_an_expansion_has_mended_are_not_replaced():
     drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
     made = sampled(Scripted(drawn, ["yes"]), expand_limit=1, refill_limit=1)
-    assert made.kept == {0, 1} and made.told["refill/attempts"] == 0 and len(made.rollouts()) == 5
+    assert made.kept == {0, 1} and made.extra_metrics["refill/attempts"] == 0 and len(made.rollouts()) == 5
     replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
-    assert replaced.told["refill/attempts"] == 1 and len(replaced.sequences) == 4 + 1 + 2
+    assert replaced.extra_metrics["refill/attempts"] == 1 and len(replaced.sequences) == 4 + 1 + 2
     assert replaced.groups[5:] == [2, 2] and {r.group for r in replaced.rollouts()} == replaced.kept
     assert [r["learned"] for r in replaced.records(5)] == [g in replaced.kept for g in replaced.groups]
 
@@ -154,7 +154,7 @@ def test_groups_that_an_expansion_has_mended_are_not_replaced():
 def test_where_nothing_can_be_expanded_the_round_is_as_it_was():
     engine = Scripted({"0": ["yes", "yes"], "1": ["yes", "yes"]}, [])
     made = sampled(engine, expand_limit=8)
-    assert engine.asked == [] and len(made.sequences) == 4 and made.told["expand/episodes"] == 0
+    assert engine.asked == [] and len(made.sequences) == 4 and made.extra_metrics["expand/episodes"] == 0
 
 
 def test_a_judge_is_asked_about_what_was_expanded_too():

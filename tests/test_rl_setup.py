@@ -19,7 +19,8 @@ def told(capsys, *records: dict, **settings) -> str:
     config = with_values(PpoConfig(), settings)
     guard = Guard(config.guard, config.episodes_of_round)
     for step, record in enumerate(records, 1):
-        warn_of_no_reward(config, guard, record)
+        if rounds := guard.first_rounds(record):
+            warn_of_no_reward(config, rounds)
         guard.look(step, record)
     return capsys.readouterr().err
 

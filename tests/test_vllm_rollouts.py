@@ -3,8 +3,8 @@
 import pytest
 
 from r3lite.core.errors import R3LiteError
+from r3lite.core.spans import Stopwatch
 from r3lite.rollout.wire import Adapter
-from r3lite.training.metrics import Stopwatch
 from tests.fake_vllm import FakeVllm
 from tests.sampled_elsewhere import config_of, equal, perturb, sampler_of, trainers_difference
 
@@ -48,8 +48,8 @@ def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vll
     sampler.sample(1, Stopwatch())
     server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.sampler.engine.servers[0].name})
     made = sampler.sample(2, Stopwatch())  # elsewhere, for now
-    assert made.told["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
-    assert sampler.sample(3, Stopwatch()).told["rollout/moved_episodes"] == 0 and server.loaded
+    assert made.extra_metrics["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
+    assert sampler.sample(3, Stopwatch()).extra_metrics["rollout/moved_episodes"] == 0 and server.loaded
 
 
 def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold, tmp_path, vllm):

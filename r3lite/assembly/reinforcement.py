@@ -1,7 +1,7 @@
 """Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
 
-`RLTrainer.step` reads as the algorithm: sample and score -> advantages and update -> log. How a round's episodes come
-about is in `rl_round.py`; what an algorithm computes is in `rl/algorithms`, a file each.
+`RLTrainer.step` is the algorithm: sample and score episodes -> advantages and updates -> metrics. `rl_round.py` samples
+and scores, `rl/learner.py` updates, with the formulas of a file in `rl/algorithms`.
 """
 
 import time
@@ -21,21 +21,19 @@ from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
-from r3lite.core.spans import Spans, build_spans
+from r3lite.core.spans import Spans, Stopwatch, build_spans
 from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards import curriculum
 from r3lite.rewards.judge import build_judge, note_on
-from r3lite.rewards.registry import SEARCHING, named_rewards
+from r3lite.rewards.registry import SEARCHING, named_rewards, weights_change_at
 from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.settings import PpoConfig
 from r3lite.training import loop, metrics
 from r3lite.training.guard import Guard
-from r3lite.training.metrics import Stopwatch
 from r3lite.training.oversight import Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
@@ -45,7 +43,7 @@ EPISODES = "episodes.jsonl"
 
 @dataclass(frozen=True)
 class RLTrainer:
-    """Takes the rounds of a run: episodes are sampled, paid and learned from."""
+    """Takes the rounds of a run: samples episodes, scores them and learns from them."""
 
     config: PpoConfig
     total: int  # rounds
@@ -58,14 +56,14 @@ class RLTrainer:
     spans: Spans | None = None
 
     def step(self, number: int) -> tuple[dict, int]:
-        """One round; its metrics, and how many tokens its episodes have."""
+        """One round; returns its metrics, and how many tokens its episodes have."""
         watch = Stopwatch(self.spans)
-        if curriculum.changes_at(self.config.reward, number):
+        if weights_change_at(self.config.reward, number):
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
         if self.sampler.ranks.first:
             append_jsonl(self.episodes_file, sampled.records(number))
-        found = sampled.metrics()
+        record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
             if self.teacher:
@@ -74,14 +72,15 @@ class RLTrainer:
             else:
                 batch = Batch.of(rollouts)
             with watch.stage("update"):
-                found |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
+                record |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         judge = self.sampler.judge
-        found |= (judge.counts() if judge else {}) | watch.laps
-        rl_setup.warn_of_no_reward(self.config, self.guard, found)
-        return found, sum(len(sequence.tokens) for sequence in sampled.sequences)
+        record |= (judge.counts() if judge else {}) | watch.laps
+        if rounds := self.guard.first_rounds(record):
+            rl_setup.warn_of_no_reward(self.config, rounds)
+        return record, sum(len(sequence.tokens) for sequence in sampled.sequences)
 
     def rehearse(self) -> None:
-        """Learns from the longest episodes that a round may have, and leaves no trace."""
+        """Runs an update on the longest episodes that a round may have, without its optimizer step."""
         rl_setup.rehearse(self.learner)
 
     def explain_overflow(self) -> str:
@@ -90,7 +89,7 @@ class RLTrainer:
 
 
 def train(config: PpoConfig, ranks: Ranks) -> None:
-    """A run of RL in its folder, from the first round or the last checkpoint on."""
+    """Runs RL in its run folder, from the first round or from a checkpoint."""
     check(config)
     if config.remote.rollout_server and ranks.size > 1:
         raise UsageError("--rollout-server is for one process that learns, and torchrun has started several: leave one")
@@ -107,18 +106,20 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         spans = build_spans(config.tracking) if ranks.first else None
         make_client = client_maker(config.model, config.memory)
         judge = build_judge(config.judge, run.output, config.reward, make_client, spans) if ranks.first else None
-        torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
+        torch.manual_seed(config.common.seed)  # checkpoints keep its state; all random draws have their own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
         traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)
         parts = {"guard": guard} | ({"replay": replay} if replay else {})
         engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, ranks, **parts)
         validation = build_validation(config, held_out, engine, retrieve, ranks)
-        found = {}
+        by_question = {}
         if traces:
-            found = ranks.shared(lambda: rl_guidance.usable(traces, config, questions, engine.layout, judge))
-        by_id = {question.id: question for question in questions}
-        guidance = Guidance(config, by_id, found, replay, learner.mean_entropies) if found or replay else None
-        taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
+            by_question = ranks.shared(lambda: rl_guidance.usable(traces, config, questions, engine.layout, judge))
+        guidance = None
+        if by_question or replay:
+            by_id = {question.id: question for question in questions}
+            guidance = Guidance(config, by_id, by_question, replay, learner.mean_entropies)
+        teacher_model = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache, ranks)
         if config.remote.rollout_server:
             from r3lite.assembly import remote_rollouts
@@ -126,7 +127,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             sampler = remote_rollouts.build(sampler, learner, state, setup, run.output)
             ending.callback(sampler.sampler.engine.close)
         rounds, file = config.rounds(len(questions)), run.output / EPISODES
-        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
+        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, teacher_model, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans) and ranks.first:
             ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
@@ -134,9 +135,11 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 
 def check(config: PpoConfig) -> None:
-    """Refuses settings that contradict each other; UsageError says which."""
+    """Raises UsageError if settings contradict each other."""
     if config.sampling.temperature == 0:
-        raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
+        raise UsageError(
+            "--temperature 0 samples the same episode again and again, and RL learns from differences: pass 1"
+        )
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
     named = named_rewards(config.reward)

@@ -15,6 +15,7 @@ from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.spans import Stopwatch
 from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
 from r3lite.models import weights
@@ -28,7 +29,6 @@ from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import Adapter
 from r3lite.serving.listening import TOKEN
 from r3lite.settings import PpoConfig
-from r3lite.training.metrics import Stopwatch
 from r3lite.training.state import TrainState
 
 
@@ -64,7 +64,7 @@ class RemoteSampler:
                 self._value(made)
         if late and number < config.rounds(len(sampler.questions)):
             engine.go_ahead(*sampler.order.of_round(number + 1, size), sampler.retrieve)
-        return replace(made, told=made.told | engine.told())
+        return replace(made, extra_metrics=made.extra_metrics | engine.metrics())
 
     def _value(self, made: Round) -> None:
         """Gives the episodes what the critic says of them now, as it was not there when they were sampled."""

@@ -1,7 +1,7 @@
-"""What a round learns from and did not sample: a teacher's traces, and replayed successes of earlier rounds.
+"""The off-policy episodes of a round: a teacher's traces, and replayed successes of earlier rounds.
 
-`rl_round` asks for it when a round's questions are drawn and when its episodes are paid. What it means to the loss is
-in `rl/algorithms/mixed.py`.
+`rl_round` calls this when it draws a round's questions and when the episodes have rewards. The loss of off-policy
+tokens is in `rl/algorithms/mixed.py`.
 """
 
 import sys
@@ -16,8 +16,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import Trajectory, encode_row, read_traces
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
-from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
+from r3lite.rewards.registry import changing_weights
 from r3lite.rewards.reward import Scored, most_for_answer, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
@@ -26,13 +26,13 @@ from r3lite.settings import PpoConfig
 
 
 def check(config: PpoConfig) -> None:
-    """Raises UsageError if an algorithm is without what it is guided by."""
+    """Raises UsageError if an algorithm with off-policy episodes lacks traces, or rewards that it can compare."""
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
         raise UsageError(f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of them")
-    if (algorithm.has_traces or algorithm.has_replay) and curriculum.changing_weights(config.reward, 1):
-        why = f"{rl.algorithm} learns from episodes that were paid in other rounds"
+    if (algorithm.has_traces or algorithm.has_replay) and changing_weights(config.reward, 1):
+        why = f"{rl.algorithm} learns from episodes that were rewarded in other rounds"
         raise UsageError(f"{why}, and the weights of --rewards change: pass --curriculum-rounds 0")
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
         why = f"{rl.algorithm} learns from right answers, and no reward is given for one"
@@ -56,10 +56,11 @@ def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
 def usable(
     traces: Sequence[Trajectory], config: PpoConfig, questions: Sequence[Question], layout: Layout, judge: Judge | None
 ) -> dict[str, Rollout]:
-    """The best paid trace of each question that has one, by the question's id; group 0. Prints how many are left out.
+    """The trace with the highest reward of each question that has one, by the question's id; prints how many are left
+    out.
 
-    A trace belongs to the questions with its text, and is paid as an episode of theirs would be. Its log-probabilities
-    are 0: the teacher's probability is taken to be 1.
+    A trace belongs to the questions with its text, and gets the reward that an episode of theirs would get. Its
+    log-probabilities are 0: the teacher's probability is taken to be 1. `group` is yet to be set.
     """
     rl, of_text = config.rl, {}
     for question in questions:
@@ -67,22 +68,22 @@ def usable(
     pairs = [(trace, q) for trace in traces for q in of_text.get(" ".join(trace.question.split()), ())]
     rows = [encode_row(replace(trace, question=q.text), layout) for trace, q in pairs]
     fitting = [(trace, q, row) for (trace, q), row in zip(pairs, rows, strict=True) if row is not None]
-    paid = score_all([Episode(q, list(trace.steps), ANSWERED) for trace, q, _ in fitting], config.reward, judge)
+    scored = score_all([Episode(q, list(trace.steps), ANSWERED) for trace, q, _ in fitting], config.reward, judge)
     found: dict[str, Rollout] = {}
-    right, missing = 0, sum(p is None for p in paid)
-    for (_, q, row), p in zip(fitting, paid, strict=True):
-        if p is None or outcome_share(p, config.reward) < rl.trace_min_outcome:
+    right, missing = 0, sum(rewards is None for rewards in scored)
+    for (_, q, row), rewards in zip(fitting, scored, strict=True):
+        if rewards is None or outcome_share(rewards, config.reward) < rl.trace_min_outcome:
             continue
         right += 1
-        if q.id not in found or p.total > found[q.id].rewards[0][1]:
-            made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, p.total, 0)
+        if q.id not in found or rewards.total > found[q.id].rewards[0][1]:
+            made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, rewards.total, 0)
             found[q.id] = replace(made, off_policy=True)
     strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
     reasons = {
         "belong to no question of --data": strangers,
         f"are longer than {layout.lengths.max_length} tokens": len(pairs) - len(fitting),
         "lack a verdict of the judge, or another reward": missing,
-        f"are paid less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
+        f"are rewarded less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
         "come second to a better one of their question": right - len(found),
     }
     message = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
@@ -96,24 +97,24 @@ def usable(
 
 @dataclass(frozen=True)
 class Guidance:
-    """Chooses the off-policy episodes of each round. The replay buffer is its one state."""
+    """Chooses the off-policy episodes of each round. Its only state is the replay buffer."""
 
     config: PpoConfig
     questions: dict[str, Question]  # by id
     traces: dict[str, Rollout]  # by the id of its question
     replay: ReplayBuffer | None
-    mean_entropies: Callable[[Batch], Tensor]  # [B], of a batch under the policy of now
+    mean_entropies: Callable[[Batch], Tensor]  # the current policy's, [B] for a batch
 
     def replayed(self, number: int) -> list[str]:
-        """The questions that round `number` asks again."""
+        """The ids of the questions that round `number` asks again."""
         if self.replay is None:
             return []
         rl, seed = self.config.rl, self.config.common.seed
         return self.replay.choose(rl.questions_at(rl.replay_share), f"{seed}/replay {number}")
 
     def with_replayed(self, drawn: list[Question], replayed: list[str]) -> list[Question]:
-        """The questions of a round's episodes, group after group, with those that are asked again in place of the last
-        groups. One that was drawn anyway needs no place."""
+        """The questions of a round's episodes, group by group, with the `replayed` ones in place of the last groups,
+        unless they were drawn anyway."""
         size = self.config.rl.num_generations
         groups = drawn[::size]
         free = [i for i in reversed(range(len(groups))) if groups[i].id not in replayed]
@@ -123,11 +124,11 @@ class Guidance:
         return [question for question in groups for _ in range(size)]
 
     def join(
-        self, number: int, groups: list[str], paid: Iterable[tuple[Rollout, Scored]], replayed: list[str]
+        self, number: int, groups: list[str], rewarded: Iterable[tuple[Rollout, Scored]], replayed: list[str]
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """The off-policy episodes of round `number`, with metrics of where they are from; keeps its own successes.
+        """The off-policy episodes of round `number`, and metrics of them; adds the round's successes to the buffer.
 
-        `groups` are the questions of its groups, `paid` the episodes that have a reward.
+        `groups` are the ids of its groups' questions, `rewarded` the sampled episodes that have a reward.
         """
         rl = self.config.rl
         asked = list(dict.fromkeys(groups))
@@ -141,7 +142,7 @@ class Guidance:
             if found:
                 metrics["replay/age"] = sum(number - success.round for success in found.values()) / len(found)
             of_question: dict[str, list[tuple[Rollout, bool]]] = {name: [] for name in asked}
-            for rollout, scored in paid:
+            for rollout, scored in rewarded:
                 succeeded = outcome_share(scored, self.config.reward) >= rl.replay_min_outcome
                 of_question[groups[rollout.group]].append((rollout, succeeded))
             self.replay.add(number, of_question)

@@ -1,6 +1,6 @@
-"""Sets up a run of reinforcement learning: its engine, its learner, what its checkpoints hold, and its memory plan.
+"""Builds the parts of a run of RL: engine, learner, state of checkpoints and memory plan; warns if it cannot learn.
 
-`ppo` runs what is built here, and the benches measure it.
+`assembly/reinforcement.py` and the benches call it.
 """
 
 import copy
@@ -35,7 +35,6 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
 from r3lite.training.earlier_run import made_by_run, sft_epochs
-from r3lite.training.guard import Guard
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
 
@@ -49,9 +48,10 @@ def build(
     ranks: Ranks = ALONE,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
-    """The engine that samples, the learner and what a checkpoint holds, with further `parts` of it.
+    """The engine that samples, the learner, and the state that checkpoints hold, with `parts` in it.
 
-    They work on one model with two adapters. `held_out` are the questions of validations, `traces` a teacher's.
+    Engine and learner share one model, with the policy's adapter and the reference's. `held_out` (the questions of
+    validations) and `traces` (a teacher's) are part of the data's fingerprint.
     """
     rl, temperature = config.rl, config.sampling.temperature
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
@@ -66,7 +66,7 @@ def build(
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
     training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate, ranks)
     policy = load_policy(folder, config.model, config.memory, plan, training)
-    policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
+    policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
     read = zlib.crc32(repr([*known, *traces]).encode())
     data = f"{teacher.identity(rl)}{read:08x}"
@@ -76,33 +76,21 @@ def build(
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
+    adapter, vocabulary = policy.reference, tokenizer.size
     learner = Learner(
-        model,
-        tokenizer.size,
-        temperature,
-        rl,
-        algorithm,
-        policy.reference,
-        precision,
-        state.update,
-        grant,
-        critic,
-        ranks,
+        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks
     )
     return engine, learner, state
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """How many tokens the prompts of all questions begin with alike: what the first and the last have in common in
-    alphabetical order, all have.
+    """The length of the common prefix of all prompts in tokens: that of the first and the last in alphabetical order.
 
-    Prompts of several sources are looked at one by one, and refused if one leaves no room for an answer: conversations
-    may be of any length.
+    Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer: with several
+    sources all of them, as they may be conversations of any length, else those of two questions.
     """
     if not any(question.source for question in questions):
-        texts = [question.text for question in questions]
-        first, last = (layouts[""].prompt(text) for text in (min(texts), max(texts)))
-        return common_prefix(first, last)
+        questions = [best(questions, key=lambda question: question.text) for best in (min, max)]
     first = last = None
     for question in questions:
         layout = layouts[question.source]
@@ -113,15 +101,16 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
 
 
 def rehearse(learner: Learner) -> None:
-    """Learns from as many of the longest episodes as go through the model together, but for the optimizer's step.
+    """Runs the update of the largest micro-batch, without its optimizer step.
 
-    Their prompts begin alike, as far as is known; documents leave room for as many sampled tokens as there may be.
+    Its episodes are made up. They have the largest length, the common prefix of all prompts, and as many action tokens
+    as an episode may have.
     """
     work, most = learner.grant.plan.workload, learner.vocabulary - 1
     apart, sampled = work.row_tokens - work.shared, int(work.writes)
     mask = [False] * (work.row_tokens - sampled) + [True] * sampled
     rows = [[0] * work.shared + [1 + i % most] * apart for i in range(work.step_rows)]
-    longest = Batch.of([Rollout.paid_at_end(row, mask, None, 0.0, 0) for row in rows])
+    longest = Batch.of([Rollout.with_final_reward(row, mask, None, 0.0, 0) for row in rows])
     together = chain.from_iterable(learner.ranks.gather(learner.micro_batches(longest)[:1]))
     batch = longest.rows(sorted(chain.from_iterable(together)))
     settings = replace(learner.settings, update_epochs=1, mini_batch_size=work.step_rows)
@@ -131,7 +120,7 @@ def rehearse(learner: Learner) -> None:
 
 
 def warn_of_start(adapter: str | None) -> None:
-    """Warns of a model that does not know the step format, or not well: RL from there tends to collapse."""
+    """Warns if the model to start from has not or hardly been trained on the step format: RL then tends to collapse."""
     if adapter is None:
         message = "without --adapter, RL starts from a model that was not trained on the step format"
     elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
@@ -142,15 +131,14 @@ def warn_of_start(adapter: str | None) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
-    """Warns after the first rounds, the last of which is `record`, if they give a run nothing to learn from."""
-    rounds = [*guard.first, watched(record)] if guard.rounds + 1 == guard.start_rounds else []
+def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
+    """Warns if the rewards of the first rounds give nothing to learn from."""
     if message := no_reward(config, rounds, "the first "):
         tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
 
 
 def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
-    """What the end of a run says of it, by the records of all its rounds: whether there was anything to learn from."""
+    """The last line of a run: "done", or why its rewards gave nothing to learn from, by the records of all rounds."""
     message = no_reward(config, [watched(record) for record in records if "reward" in record], "all ")
     if not message:
         return "done"
@@ -160,7 +148,7 @@ def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
 
 
 def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
-    """Why rounds gave a run nothing to learn from; empty if they did. `which` of its rounds they are."""
+    """Why the rewards of rounds give nothing to learn from, or ""; `which` is "all " or "the first "."""
     seen = f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
     if not rounds:
         return ""
@@ -185,7 +173,7 @@ def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None
 
 
 def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Workload:
-    """What such a round computes, of a run over so many questions if that is known."""
+    """The work of such a round, for the memory plan; `questions` are those of the run, if their number is known."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config, shared, config.rounds(questions), critic=algorithm.has_critic,

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations.
+"""Supervised fine-tuning of a LoRA adapter, or of all weights, on trajectories and conversations.
 
-`SFTTrainer.step` reads as the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
+`SFTTrainer.step` is the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
 """
 
 import time
@@ -29,7 +29,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.rl.sums import added
+from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop
 from r3lite.training.metrics import means_by_source, with_perplexity
@@ -37,10 +37,10 @@ from r3lite.training.run_folder import RunFolder
 
 
 class SFTTrainer:
-    """Takes the steps of a run: each lowers the mean cross-entropy of the tokens that the assistant wrote."""
+    """Takes the steps of a run. The loss is the mean cross-entropy of the assistant's tokens."""
 
     def __init__(self, config: SftConfig, policy: Policy, vocabulary: int, rows: list[Row], held_out: list[Row]):
-        """`vocabulary`: ids of the tokenizer; those beyond are padding of the embedding and get no probability."""
+        """`vocabulary`: number of the tokenizer's ids; the embedding's further rows are padding, with probability 0."""
         self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
         self.total, self.last_row = config.length(len(rows))
         self.ranks, self.spans = policy.ranks, build_spans(config.tracking) if policy.ranks.first else None
@@ -56,8 +56,8 @@ class SFTTrainer:
         self.last_micro_batch: list[Row] = []
 
     def step(self, number: int) -> tuple[dict, int]:
-        """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched and
-        divided among ranks."""
+        """One optimizer step; returns its metrics and its tokens. The loss is the mean over all trained tokens of its
+        rows, however they are divided into micro-batches and among ranks."""
         per_step, seed = self.config.rows_per_step, self.config.common.seed
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
@@ -66,7 +66,7 @@ class SFTTrainer:
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
             norm, _ = self.state.update()
-        shares = added(self.ranks.gather(shares))
+        shares = sum_by_name(self.ranks.gather(shares))
         epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
         record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
@@ -75,20 +75,20 @@ class SFTTrainer:
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
     def rehearse(self) -> None:
-        """Adds the gradients of the run's largest pass, and drops them."""
-
-        def size(group: list[Row]) -> int:
-            return sum(len(row.tokens) for row in group)
-
+        """Computes the gradients of the run's largest micro-batch, and drops them."""
         longest = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
-        largest, full = max(self.micro_batches(longest), key=size, default=[]), self.policy.full
-        tried = largest if self.ranks.size == 1 else longest  # of which each rank takes its share
+        rows, full = longest, self.policy.full  # of which each rank takes its share
+        if self.ranks.size == 1:
+            rows = max(self.micro_batches(longest), key=lambda group: sum(len(row.tokens) for row in group))
         self.policy.model.train()
         with self.policy.grant.rehearsal(), full.rehearsal() if full else nullcontext():
-            self.policy.grant.attempt("update", self.add_gradients, tried)
+            self.policy.grant.attempt("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""
+        """Accumulates the gradients of the mean loss over a step's rows; returns the share of each source in that mean.
+
+        The sum of losses of a micro-batch is divided by the trained tokens of all rows of the step, on all ranks.
+        """
         count, shares = sum(row.loss_tokens for row in rows), {}
         for group in self.micro_batches(rows):
             self.last_micro_batch = group
@@ -103,11 +103,11 @@ class SFTTrainer:
                 remedy = "Close what else uses the card, or pass a smaller --vram-budget, and go on with --resume auto."
                 raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
             shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
-        # There when the gradients' norm is: a step waits for the device once.
+        # Copied while the gradients' norm is computed, so that a step waits for the device once.
         return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
 
     def loss(self, rows: list[Row]) -> Tensor:
-        """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
+        """The summed cross-entropy of the rows' trained tokens, in nats; hidden state t - 1 predicts token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
@@ -119,8 +119,8 @@ class SFTTrainer:
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
-        """This rank's share of rows in groups that go through the model together; each of one source, whose loss is
-        thereby known."""
+        """This rank's share of the rows, in groups that go through the model together. A group has rows of one source
+        only, so that each source's loss is known."""
         limit, most, made = self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size, []
         rows = [rows[i] for i in self.ranks.share([len(row.tokens) for row in rows])]
         for name in dict.fromkeys(row.source for row in rows):
@@ -129,13 +129,13 @@ class SFTTrainer:
         return made
 
     def validation_losses(self) -> dict[str, float]:
-        """Mean cross-entropy over all trained tokens of the rows held out, and of each source's."""
-        sums = added(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
+        """Mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
+        sums = sum_by_name(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
         tokens = tokens_of(self.held_out)
         return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
 
     def held_out_losses(self) -> dict[str, float]:
-        """Summed cross-entropy of this rank's share of the rows held out, by source."""
+        """Summed cross-entropy of this rank's share of the held-out rows, by source."""
         self.policy.model.eval()
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
@@ -154,10 +154,10 @@ def tokens_of(rows: list[Row]) -> dict[str, int]:
 
 
 def train(config: SftConfig, ranks: Ranks) -> None:
-    """A run of SFT in its folder, from the first step or the last checkpoint on."""
+    """Runs SFT in its run folder, from the first step or from a checkpoint."""
     data = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
-        torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
+        torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
         trainer = build_trainer(config, *data, ranks)
         if loop.train(run, trainer, spans=trainer.spans):
             print(f"the {trainer.state.result} is in {run.output / trainer.state.result}")
@@ -166,8 +166,7 @@ def train(config: SftConfig, ranks: Ranks) -> None:
 def build_trainer(
     config: SftConfig, protocols: dict[str, Protocol], rows: Rows, validation: Rows, ranks: Ranks = ALONE
 ) -> SFTTrainer:
-    """Lays the rows out in tokens, plans the memory that they take and loads the model."""
-
+    """Encodes the rows, plans the memory that they take and loads the model."""
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)

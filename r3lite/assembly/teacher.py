@@ -116,7 +116,7 @@ class CachedTeacher:
                 cause, "Collect the log-probabilities with this run's --format, prompt files and questions."
             )
         reward = sum(amount for _, amount in rollout.rewards)
-        made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
+        made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, reward, rollout.group)
         return replace(made, failed=True, teacher=lesson.teacher)
 
 

@@ -16,16 +16,15 @@ ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values 
 class Document:
     """A passage of a corpus or a paragraph that came with a question.
 
-    A retriever adds the score that it gave the passage and its own name. They are no part of the passage: files leave
-    them out, and two documents that differ in nothing else are equal. `metadata` are its corpus' own fields, by which
-    searches can be confined.
+    `score` and `source` are added by a retriever and belong to its answer, not to the passage: they are not written to
+    files, and equality ignores them. `metadata` are further fields of the corpus, by which searches can be filtered.
     """
 
     id: str
     title: str
     text: str
-    score: float | None = field(default=None, compare=False)  # higher is better; comparable within one answer only
-    source: str | None = field(default=None, compare=False)
+    score: float | None = field(default=None, compare=False)  # higher is better; comparable within one search only
+    source: str | None = field(default=None, compare=False)  # the retriever's name
     metadata: tuple[tuple[str, str | float | bool], ...] = ()
 
     def to_json(self) -> dict:
@@ -39,7 +38,7 @@ class Document:
 
 
 def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
-    """The texts, numbers, true and false of a record's `metadata`, by name; what else is in it is left out."""
+    """The strings, numbers and booleans of a record's `metadata`, sorted by name; other values are left out."""
     fields = record.values.get("metadata")
     if not isinstance(fields, dict):
         return ()
@@ -48,44 +47,36 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 
 @dataclass(frozen=True)
 class Hop:
-    """One gold sub-question, or the name to look up. `#1` in it stands for the answer of the first hop, `#2` for the
-    second's. `evidence` are the sentences of the document that state the answer, if they are known.
-    """
+    """One step of a gold decomposition."""
 
-    question: str
+    question: str  # or a name to look up; `#1` stands for the answer of the first hop, `#2` for that of the second
     answer: str
     document: Document | None = None
-    evidence: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()  # sentences of the document that state the answer, if they are known
 
 
 def folded(text: str) -> str:
+    """The text without differences of case and white space."""
     return " ".join(text.split()).casefold()
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with what its data set knows about it.
-
-    `documents` are the paragraphs that come with it, `gold` those that the answer needs, `hops` the decomposition
-    if the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
-    HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
-    `type` is the data set's own word for the kind of question, such as bridge or comparison; empty if it has none.
-    `earlier` are the messages (`role` and `content`) of the conversation that it is asked in, if it is in one.
-    `source` tells questions apart that are laid out differently: a source of several, or a mode of the server.
-    `procedure` is what stands before it: how to go about a question of its kind.
-    """
+    """A question with what its data set has about it."""
 
     id: str
     text: str
-    answers: tuple[str, ...]
-    documents: tuple[Document, ...] = ()
-    gold: tuple[Document, ...] = ()
+    answers: tuple[str, ...]  # accepted ones
+    documents: tuple[Document, ...] = ()  # the paragraphs that come with the question
+    gold: tuple[Document, ...] = ()  # the supporting paragraphs
+    # How a passage of any corpus is recognized as gold: by title in HotpotQA and 2Wiki, whose titles are unique; by
+    # title and text in MuSiQue, where several paragraphs have the same title.
     gold_by: Literal["title", "text"] = "text"
-    hops: tuple[Hop, ...] = ()
-    type: str = ""
-    earlier: tuple[dict[str, str], ...] = ()
-    source: str = ""
-    procedure: str = ""
+    hops: tuple[Hop, ...] = ()  # the gold decomposition, if the data set has one
+    type: str = ""  # by the data set, such as bridge or comparison
+    earlier: tuple[dict[str, str], ...] = ()  # messages (`role`, `content`) of the conversation before the question
+    source: str = ""  # name of the [[sources]] entry or of the server's mode, which chooses the layout
+    procedure: str = ""  # instructions before the question: how to answer questions of its kind
 
     @property
     def hop_count(self) -> int:
@@ -93,7 +84,7 @@ class Question:
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """Which gold paragraph `document` is (perhaps cut at its end, or a window of it), or None."""
+        """The index of the gold paragraph that `document` is, whole or a part of it; None if it is none."""
         for i, gold in enumerate(self.gold):
             if folded(gold.title) == folded(document.title):
                 shorter, longer = sorted((folded(gold.text), folded(document.text)), key=len)
@@ -103,8 +94,8 @@ class Question:
         return None
 
     def paragraph(self, document: Document) -> Hashable:
-        """What tells a passage from others: of a gold paragraph, however it was cut, its number; else the title if the
-        data set's gold paragraphs go by title, or the id."""
+        """A key that is equal for documents of the same paragraph: the index of a gold paragraph, however it was cut,
+        else the title or the id, as `gold_by` says."""
         gold = self.gold_index(document)
         name = document.title.casefold() if self.gold_by == "title" else document.id
         return name if gold is None else gold
@@ -116,11 +107,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Search:
-    """A query with the documents retrieved for it; `source` is the kind of source that it is meant for, if any."""
+    """A query with the documents retrieved for it."""
 
     query: str
     documents: tuple[Document, ...] = ()
-    source: str = ""
+    source: str = ""  # the kind of source to search, in formats that name one
 
     def to_json(self) -> dict:
         record = {"query": self.query, "documents": [d.to_json() for d in self.documents]}
@@ -134,17 +125,13 @@ class Search:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: an analysis, then either searches (mostly one) or the final answer.
-
-    `verification` is what an answer was checked against before it was given, in protocols that ask for that. `faults`
-    are names from the protocol's `faults`; a step without any is well-formed.
-    """
+    """One step: an analysis, then either searches (usually one) or the final answer."""
 
     analysis: str = ""
     searches: tuple[Search, ...] = ()
     answer: str | None = None
-    faults: tuple[str, ...] = ()
-    verification: str = ""
+    faults: tuple[str, ...] = ()  # keys of the protocol's `faults`; a well-formed step has none
+    verification: str = ""  # the check of an answer against the documents, in formats that ask for one
 
     @staticmethod
     def asking(analysis: str, query: str, documents: Sequence[Document] = (), faults: tuple[str, ...] = ()) -> "Step":
@@ -157,16 +144,16 @@ class Step:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """Those of all its searches, in order."""
+        """The documents of all searches, in order."""
         return tuple(d for search in self.searches for d in search.documents)
 
     def with_documents(self, documents: Sequence[Sequence[Document]]) -> "Step":
-        """The same step with these documents of each search."""
+        """The step with these documents, one list per search."""
         pairs = zip(self.searches, documents, strict=True)
         return replace(self, searches=tuple(replace(search, documents=tuple(found)) for search, found in pairs))
 
     def to_json(self) -> dict:
-        """A single search of no particular source stands as `query` and `documents`, all others under `searches`."""
+        """As JSON. A single search without a source has the keys `query` and `documents`; others are in `searches`."""
         record = {"analysis": self.analysis}
         if len(self.searches) == 1 and not self.searches[0].source:
             record |= self.searches[0].to_json()
@@ -196,16 +183,13 @@ class Step:
 
 @dataclass
 class Episode:
-    """One attempt at a question: its steps, how it ended, and how many tokens the model wrote, if that is known.
-
-    `failure` says why the retriever failed at one of its queries; its steps then say nothing about the model.
-    """
+    """One attempt at a question."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    finish: str = CUT_OFF
-    tokens_written: int | None = None
-    failure: str | None = None
+    finish: str = CUT_OFF  # or ANSWERED, MALFORMED
+    tokens_written: int | None = None  # by the model, if known
+    failure: str | None = None  # why the retriever failed at a query: then the episode must not be scored
 
     @property
     def prediction(self) -> str:
@@ -214,7 +198,7 @@ class Episode:
 
     @property
     def documents(self) -> list[Document]:
-        """All passages that were retrieved for its queries, in order."""
+        """The documents of all steps, in order."""
         return [d for s in self.steps for d in s.documents]
 
     @property
@@ -226,7 +210,7 @@ class Episode:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
-        """For each step, the indices of the gold paragraphs that were retrieved first in it."""
+        """For each step, the indices of the gold paragraphs that no earlier step retrieved."""
         found: set[int] = set()
         news = []
         for step in self.steps:
@@ -236,14 +220,14 @@ class Episode:
 
     @property
     def recall(self) -> float | None:
-        """Share of the gold paragraphs that were retrieved in the whole episode; None if the question has none."""
+        """Share of the gold paragraphs that the episode retrieved; None if the question has none."""
         gold = self.question.gold
         return sum(map(len, self.new_gold())) / len(gold) if gold else None
 
     def to_json(self) -> dict:
-        """As a line of episodes.jsonl or predictions.jsonl, which add its rewards or scores.
+        """As a line of episodes.jsonl or predictions.jsonl, without rewards and scores.
 
-        `gold_found` has the ids of the passages among its documents that are gold ones, if those are known.
+        `gold_found` has the ids of the retrieved documents that are gold paragraphs, if the question has gold.
         """
         record = {
             "id": self.question.id,
@@ -263,21 +247,18 @@ class Episode:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a query has no documents: not that nothing was found, but that the retriever failed."""
+    """The outcome of a query at which the retriever failed, in place of its documents."""
 
     reason: str
 
 
-# From pairs of a question and a query about it to the documents of each query, best first, or why it has none.
+# From pairs (question, query) to the documents of each query, best first, or its failure.
 Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]]
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Retrievers by the kind of source that a search is meant for. Called as a retriever, it is the one of all others.
-
-    One that fails fails the searches that are meant for it alone.
-    """
+    """A retriever per kind of source; called as a retriever, it is the default one."""
 
     default: Retrieve
     of_source: Mapping[str, Retrieve]
@@ -287,7 +268,7 @@ class Routes:
 
 
 def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
-    """What each search brings; those that the same retriever answers are one call of it, in the order of `asked`."""
+    """The outcome of each search, in order; all searches of one retriever are one call of it."""
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
     sources = [search.source if search.source in routes.of_source else "" for _, search in asked]
     outcomes: dict[int, list[Document] | Failure] = {}

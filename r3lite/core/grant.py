@@ -1,6 +1,6 @@
-"""The memory that a run is granted: how its work is divided so that it fits, in one object that all rooms read.
+"""The memory figures of a run: how its work is divided so that it fits, in one object that all rooms read.
 
-The room `memory/` plans these figures, and makes them smaller when a device runs out in spite of the plan.
+`memory/` plans these figures, and makes them smaller if a device runs out of memory in spite of the plan.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ Phase = Literal["sample", "update"]
 
 @dataclass(frozen=True)
 class Memory:
-    """The figures that decide how much memory a run takes and how fast it is; only `nf4` changes what it computes."""
+    """The figures that decide a run's memory and speed; only `nf4` changes what it computes."""
 
-    nf4: bool = False
-    recompute_layers: int = 0
+    nf4: bool = False  # the base is quantized
+    recompute_layers: int = 0  # layers with activation checkpointing
     micro_batch_tokens: int = 4096  # of one pass; a longer row forms its own
-    loss_chunk: int = 128  # rows of logits that exist at a time
-    mlp_tile: int = 1024  # tokens for which the inside of an MLP exists at a time, if it is not kept
-    offload: bool = False
-    rollout_batch_size: int = 64
+    loss_chunk: int = 128  # rows of logits at a time
+    mlp_tile: int = 1024  # tokens at a time in an MLP whose activations are not kept
+    offload: bool = False  # checkpointed activations are kept on the host
+    rollout_batch_size: int = 64  # episodes that are sampled at a time
     stream_layers: bool = False  # two layers are on the device, the others on the host; see models/streaming.py
 
 
 class Grant:
-    """The memory figures that a run works with now. Code that divides work reads them here each time."""
+    """The current memory figures of a run. Code that divides work reads them anew each time."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
@@ -35,6 +35,6 @@ class Grant:
     def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
         """The result of `work(*args)`, which samples or adds gradients.
 
-        Here it is tried once. `memory.shrinking.ShrinkingGrant` tries again in smaller pieces if memory runs out.
+        Here it is run once; `memory.shrinking.ShrinkingGrant` repeats it in smaller pieces if memory runs out.
         """
         return work(*args)

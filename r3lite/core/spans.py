@@ -1,6 +1,6 @@
-"""When parts of a run began and ended, and inside of which others: what `--track-spans` writes.
+"""Spans (named, nested time intervals) of the parts of a run, for `--track-spans`, and the seconds of a step's stages.
 
-Code that is handed no `Spans` reads no clock for them.
+Code that gets None instead of `Spans` records none.
 """
 
 import secrets
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from r3lite.settings import TrackSettings
 
-MAIN = "run"  # the track of what encloses other spans
+MAIN = "run"  # the track of spans that enclose others
 
 Attributes = dict[str, int | float | str]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a run. Spans of one track either enclose each other or do not overlap."""
+    """A time interval. Spans of one track either enclose each other or do not overlap."""
 
     name: str
     track: str
@@ -31,11 +31,11 @@ class Span:
 
 
 class Spans:
-    """Records spans in one process. Those of `MAIN` are opened and closed by one thread, inside of each other; all
-    others belong to the innermost one that is open."""
+    """Records the spans of one process. Those of `MAIN` are opened and closed by one thread, nested; the parent of all
+    others is the innermost open one."""
 
     def __init__(self):
-        # The wall clock is read once, because it may be set while a run goes on.
+        # The wall clock is read once, because it may be changed during a run.
         self._origin = time.time_ns() - time.perf_counter_ns()
         self._open: list[tuple[str, str]] = []  # traces and ids
         self._finished: list[Span] = []
@@ -46,7 +46,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, **attributes: int | float | str) -> Iterator[Attributes]:
-        """Records what is done inside of the block; yields the attributes, to which it may add."""
+        """Records the block; yields the span's attributes, which the block may extend."""
         trace, parent = self._open[-1] if self._open else (secrets.token_hex(16), None)
         start, id = self.now(), secrets.token_hex(8)
         self._open.append((trace, id))
@@ -57,7 +57,7 @@ class Spans:
             self._finished.append(Span(name, MAIN, start, self.now(), trace, id, parent, attributes))
 
     def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
-        """Records what began at `start` and ends now, on another track than MAIN; any thread may call it."""
+        """Records a span from `start` until now, on another track than MAIN; any thread may call it."""
         trace, parent = self._open[-1]
         self._finished.append(Span(name, track, start, self.now(), trace, secrets.token_hex(8), parent, attributes))
 
@@ -68,10 +68,26 @@ class Spans:
 
 
 def build_spans(settings: TrackSettings) -> Spans | None:
-    """What --track-spans asks for; None: nothing."""
+    """The recorder for --track-spans; None if it is off."""
     return None if settings.track_spans == "none" else Spans()
 
 
 def span(spans: Spans | None, name: str, **attributes: int | float | str) -> AbstractContextManager:
-    """`Spans.span`, or nothing if none are recorded."""
+    """`Spans.span`, or a context that does nothing if no spans are recorded."""
     return spans.span(name, **attributes) if spans else nullcontext(attributes)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of each stage of a step, as `time/<stage>`; each is a span as well, if spans are recorded."""
+
+    spans: Spans | None = None
+    laps: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times the block."""
+        start = time.perf_counter()
+        with span(self.spans, name):
+            yield
+        self.laps[f"time/{name}"] = time.perf_counter() - start

@@ -1,5 +1,5 @@
-"""Which rows or questions a step takes: functions of the seed and the step's number, so that a resumed run needs no
-position in the data."""
+"""The rows or questions of each step, as functions of the seed and the step's number: a resumed run needs no position
+in the data."""
 
 import functools
 import math
@@ -16,14 +16,13 @@ from r3lite.datasets.trajectories import Rows
 
 @dataclass(frozen=True)
 class Passes:
-    """Draw 0, 1, ... takes the next of `count` rows, in passes that are each shuffled anew; `stream` and the number of
-    a pass name its random stream."""
+    """Passes over `count` rows, each in a new order, which is seeded by `stream` and the number of the pass."""
 
     count: int
     stream: str
 
     def rows(self, start: int, stop: int) -> list[int]:
-        """The rows of draws `start` to `stop` - 1."""
+        """The rows of draws `start` to `stop` - 1; draw 0 is the first of the first pass."""
         draws = (divmod(draw, self.count) for draw in range(start, stop))
         return [_shuffled(self.count, f"{self.stream}{number}")[place] for number, place in draws]
 
@@ -33,10 +32,10 @@ class Passes:
 
 
 class Mixture:
-    """Draw 0, 1, ... takes a source at random by the weights, and of that the next row of a pass over it.
+    """Each draw takes a source at random by the weights, and the next row of a pass over that source.
 
-    Each pass over a source is shuffled anew. All of it follows from the seed, the sizes and the weights: a run that is
-    resumed asks for a later draw first and finds the row that it would have found.
+    Each pass over a source has a new order. Draws depend on the seed, the sizes and the weights only, so that a resumed
+    run, which begins with a later draw, gets the same rows.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: str):
@@ -62,11 +61,8 @@ class Mixture:
         return self._rows[start:stop].tolist()
 
     def shuffled(self, stream: str) -> list[int]:
-        """All rows in a random order in which a source's rows come early by its weight.
-
-        Drawn one by one without replacement, a row with its source's weight over its size (Efraimidis and Spirakis
-        2006, doi 10.1016/j.ipl.2005.11.003).
-        """
+        """All rows in a random order: drawn one by one without replacement, each row with its source's weight divided
+        by the source's size (Efraimidis and Spirakis 2006, doi 10.1016/j.ipl.2005.11.003)."""
         draw = random.Random(stream)
         weighed = zip(self.sizes, self.weights, strict=True)
         keys = [math.log(1 - draw.random()) * size / weight for size, weight in weighed for _ in range(size)]
@@ -76,15 +72,14 @@ class Mixture:
 def rows_of_step(
     step: int, count: int, per_step: int, seed: int, last: int | None, mixture: Mixture | None = None
 ) -> list[int]:
-    """Indices of the rows of step 1, 2, ...: passes over all `count` rows, each shuffled anew, up to row `last`; or as
-    a mixture of sources draws them."""
+    """Indices of the rows of step 1, 2, ...: of passes over all `count` rows up to draw `last`, or of a mixture."""
     stop = step * per_step if last is None else min(step * per_step, last)
     return (mixture or Passes(count, f"{seed}/sft/")).rows((step - 1) * per_step, stop)
 
 
 @dataclass(frozen=True)
 class QuestionOrder:
-    """Draws questions, each `generations` times, and for each of these episodes the seed of its random stream."""
+    """Draws the questions of each round, each `generations` times, and names the random stream of each episode."""
 
     questions: Sequence[Question]
     generations: int
@@ -96,15 +91,14 @@ class QuestionOrder:
         return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
 
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
-        """Those of round 1, 2, ...: the questions in an order that is shuffled anew in each epoch, or as the mixture
-        draws them."""
+        """The questions and seeds of round 1, 2, ..., with `size` different draws."""
         start, stop = (number - 1) * size, number * size
         drawn = [self.questions[row] for row in self._draws.rows(start, stop) for _ in range(self.generations)]
         return drawn, [f"{self.seed}/{i}/{k}" for i in range(start, stop) for k in range(self.generations)]
 
     def of_refill(self, number: int, attempt: int, size: int, used: set[str]) -> tuple[list[Question], list[str]]:
-        """Those of attempt 1, 2, ... to replace groups of a round: other questions than those of the ids `used`, if
-        there are enough, drawn by the seed, the round's number and the attempt's alone."""
+        """The questions and seeds of attempt 1, 2, ... to replace groups of a round: questions whose ids are not in
+        `used`, if there are enough. They depend on the seed, the round and the attempt only."""
         stream = f"{self.seed}/refill {number}/{attempt}"
         order = sorted(self._draws.shuffled(stream), key=lambda i: self.questions[i].id in used)  # stable: unused first
         drawn = [self.questions[order[i % len(order)]] for i in range(size) for _ in range(self.generations)]
@@ -131,7 +125,7 @@ def hold_out(rows: Rows, fraction: float, most: int, seed: int) -> tuple[Rows, R
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(count: int, seed: str) -> tuple[int, ...]:
-    """The numbers below `count`, shuffled. A step asks for the same order several times: the last two are kept."""
+    """The numbers below `count`, shuffled. The last two orders are cached, because each step needs them."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)

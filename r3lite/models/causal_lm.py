@@ -1,8 +1,7 @@
 """The decoder of Llama (arXiv 2302.13971), Mistral, Qwen2 (2407.10671) and Qwen3 (2505.09388), in plain PyTorch.
 
-The families differ by a few switches of `ModelConfig`. Owns the network and its sizes; knows nothing of files,
-adapters, sampling or losses. Module and parameter names are those of the published checkpoints, so a state dict is a
-checkpoint.
+The families differ by a few switches of `ModelConfig`. This file has the network and its sizes, but no files, adapters,
+sampling or losses. Module and parameter names are those of the published checkpoints.
 
 Shape legend, used in every file of r3lite:
     B  rows (sequences) of a batch         H  attention heads          C  hidden size
@@ -27,7 +26,7 @@ from r3lite.models.streaming import LayerStream
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch the rotary positions, under the names that `config.json` uses."""
+    """The frequency scaling of the rotary embedding of Llama 3.1 and later; names as in `config.json`."""
 
     factor: float
     low_freq_factor: float
@@ -37,7 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of one model and what its family computes, under the names that `config.json` uses where it has one."""
+    """Sizes of a model and switches of its family; names as in `config.json`, if it has one."""
 
     vocab_size: int
     hidden_size: int
@@ -51,8 +50,8 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     head_dim: int = 0  # of one head; 0: hidden_size / num_attention_heads
     rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = True  # of q_proj, k_proj and v_proj: CausalLM
-    qk_norm: bool = False  # each query and key head is normalized before it is rotated: Qwen3
+    qkv_bias: bool = True  # biases in q_proj, k_proj and v_proj: Qwen2
+    qk_norm: bool = False  # RMSNorm of each query and key head before the rotation: Qwen3
 
     def __post_init__(self):
         if not self.head_dim:
@@ -60,7 +59,7 @@ class ModelConfig:
 
 
 class RMSNorm(nn.Module):
-    """See functions.rms_norm."""
+    """RMSNorm over the last dimension: see functions.rms_norm."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -72,15 +71,15 @@ class RMSNorm(nn.Module):
 
 
 def divisors(head_dim: int, theta: float) -> Tensor:
-    """What a position is divided by to get the angle of each pair of numbers of a head [D/2]."""
+    """The inverse rotary frequencies [D/2]: pair i of a head is rotated by position / theta^(2i / D)."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
-    """What Llama 3.1 multiplies each divisor by [D/2] (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
+    """The factors [D/2] of the divisors in Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
 
-    A pair of numbers that turns more than `high_freq_factor` times within the original length stays as it is, one
-    that turns less than `low_freq_factor` times is slowed down by `factor`, and between them both are mixed.
+    A pair that turns more than `high_freq_factor` times within the original length keeps its frequency, one that turns
+    less than `low_freq_factor` times has it divided by `factor`, and between the two it is interpolated.
     """
     turns = scaling.original_max_position_embeddings / (2 * math.pi * divisors)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -90,7 +89,7 @@ def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
 
 @functools.cache
 def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
-    """The divisors of a whole head [D]: those of the first half negated."""
+    """The divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
     half = divisors(config.head_dim, config.rope_theta)
     if config.rope_scaling:
         half = half * stretch(half, config.rope_scaling)
@@ -98,9 +97,9 @@ def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, T, 1, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate_` takes them.
+    """Cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_; computed in fp32.
 
-    Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
+    The sines of the first half are negated here, once, instead of half of every head in every layer.
     """
     angles = positions[:, :, None, None] / _rotary_divisors(config, positions.device)  # [B, T, 1, D]
     cos, sin = (torch.empty(angles.shape, dtype=dtype, device=angles.device) for _ in range(2))
@@ -108,7 +107,7 @@ def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) ->
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer. Which keys and values a query attends to is up to the context of the pass."""
+    """Grouped-query self-attention of one layer; the pass's context decides which keys each query attends to."""
 
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
@@ -123,7 +122,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor) -> Tensor:
-        """The attention's output for x [B, T, C], plus the residual [B, T, C]."""
+        """The output [B, T, C] of the attention for x [B, T, C], plus the residual [B, T, C]."""
         qkv = project((self.q_proj, self.k_proj, self.v_proj), x).unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
         if self.q_norm:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
@@ -134,7 +133,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU between two projections."""
+    """The feed-forward network: SwiGLU between two projections."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -145,7 +144,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, tile: int | None = None) -> Tensor:
         """[..., C] -> [..., C], plus the residual [..., C].
 
-        Without gradients, x [B, T, C] is run `tile` tokens at a time: the inside is wide.
+        Without gradients, x [B, T, C] is run `tile` tokens at a time, because the intermediate tensors are wide.
         """
         if tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > tile:
             pieces = (t.flatten(0, 1).split(tile) for t in (x, residual))  # of [B T, C]
@@ -178,7 +177,7 @@ class Layer(nn.Module):
         return self.self_attn(self.input_layernorm(x), cos, sin, context, residual=x)
 
     def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """The second half: each token of x [..., C] by itself."""
+        """The layer's second half: x [..., C] plus the feed-forward network's output."""
         return self.mlp(self.post_attention_layernorm(x), x, tile)
 
 
@@ -193,14 +192,14 @@ class Trunk(nn.Module):
 
 
 def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-    """A layer's output [B, T, C]; with gradients autograd keeps its activations."""
+    """A layer's output [B, T, C], without activation checkpointing: autograd keeps its activations."""
     return layer(x, cos, sin, context)
 
 
 class CausalLM(nn.Module):
-    """The causal language model. Calling it returns hidden states; `logits` applies the head to those of interest.
+    """The causal language model. Calling it returns hidden states; `logits` applies the head.
 
-    The two are apart because a logit row is 151,936 numbers wide, and a caller needs few of them.
+    They are separate because a row of logits has 151,936 numbers in Qwen2, and callers need few rows.
     """
 
     def __init__(self, config: ModelConfig):
@@ -220,8 +219,8 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
-        Without a context the ids are rows by themselves, padded on the right. With one they are the tokens of a pack
-        [1, N], of a prefill [1, N] or of a decode step [B, 1], and may be on the host.
+        Without a context the ids are independent rows, padded on the right. With one they are the tokens of a pack
+        [1, N], of a prefill [1, N] or of a decode step [B, 1]. They may be on the host.
         """
         table = self.model.embed_tokens
         x = table(input_ids.to(table.weight.device, non_blocking=True))  # [B, T, C]

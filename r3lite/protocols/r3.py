@@ -1,17 +1,17 @@
 """R3 steps, the protocol of R3-RAG: numbered steps with headings, documents in user turns.
 
-R3-RAG (arXiv 2505.23794) writes an episode as numbered steps. The model writes
+In R3-RAG (arXiv 2505.23794) the model writes numbered steps:
 
     Step 1:
     The problem analysis: what is known and what is missing
     The retrieval query: what to look up            (or)   The final answer: the answer
 
-and the documents of its query are given to it under `The retrieval documents:`. An episode is a chat: the question is
-the first user turn, each step is an assistant turn, the documents of each query are the next user turn. Parsing sees
-one assistant turn at a time, so the example in the prompt is never read as a step.
+An episode is a chat: the question is the first user turn, each step is an assistant turn, and the documents of its
+query, under `The retrieval documents:`, are the next user turn. Only assistant turns are parsed, so that the example
+in the prompt is never read as a step.
 
-Two things are optional. A step may ask several queries at once, in `The retrieval queries:`, numbered, one a line. And
-an answer may have to be checked against the documents before it is given, under `The verification:`.
+Two options: a step may have several queries, numbered under `The retrieval queries:`, one per line; and an answer may
+have to be checked against the documents before it is given, under `The verification:`.
 """
 
 import re
@@ -43,9 +43,9 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Headings:
-    """What the parts of a step begin with, and `step` the step itself, before its number and a colon."""
+    """The headings of the parts of a step."""
 
-    step: str = "Step"
+    step: str = "Step"  # followed by its number and a colon
     analysis: str = "The problem analysis:"
     query: str = "The retrieval query:"
     queries: str = "The retrieval queries:"
@@ -55,7 +55,7 @@ class Headings:
 
 
 NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
-# What the opening prompt has for {queries_note} and {verification_note} if the options are on.
+# The text for {queries_note} and {verification_note} of the opening prompt, if the options are on.
 QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
 1. Marta Lindqvist
@@ -67,10 +67,10 @@ VERIFICATION_NOTE = "{h.verification} [2] Marta Lindqvist shows the town, [1] Lj
 
 @dataclass(frozen=True)
 class R3(Protocol):
-    """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
+    """Parses and renders R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
 
     init_prompt: str
-    step_prompt: str  # answers a query; has {documents}, may have {question} and {step}, the number of the next step
+    step_prompt: str  # the user turn with {documents}, perhaps with {question} and {step}, the number of the next step
     system: str | None = None
     most_queries: int = 1  # of a step
     verifies: bool = False
@@ -81,13 +81,13 @@ class R3(Protocol):
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
-        """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
+        """R3 with the prompt files that the settings name: a relative path is looked up here, then in the package."""
         init, step = (read_prompt(prompt_file(settings, which)) for which in ("init_prompt", "step_prompt"))
         return R3.made(settings, init, step)
 
     @staticmethod
     def made(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":
-        """With these prompts, whose placeholders are checked."""
+        """R3 with these prompts; R3LiteError if their placeholders are wrong."""
         most, verifies = settings.queries_per_step, settings.verification
         notes = {
             "queries_note": QUERIES_NOTE.format(most=most, h=headings) if most > 1 else "",
@@ -99,12 +99,12 @@ class R3(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """A model that goes on past its query would invent the documents; its turn is over when it starts to."""
+        """A turn ends when the model begins to invent the documents of its query."""
         return (self.names.documents,)
 
     @cached_property
     def heading(self) -> re.Pattern:
-        """A heading of a step at the beginning of a line; those of options that are off are plain text."""
+        """Matches the headings of a step at the beginning of a line; those of options that are off are plain text."""
         optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
         known = (self.names.analysis, self.names.query, self.names.documents, self.names.answer, *optional)
         return re.compile(rf"^[ \t]*({'|'.join(map(re.escape, known))})", re.MULTILINE)
@@ -144,17 +144,17 @@ class R3(Protocol):
         return f"Write {self.names.step} {number} now, and nothing else."
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """Reads a turn strictly; whatever is wrong with it is named in `faults`.
+        """Reads a turn strictly; `faults` names everything that is wrong with it.
 
-        A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
-        can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
+        A usable query, or else a usable answer, is kept in spite of faults, so that the episode can go on and be
+        rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable.
         """
         opening = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         before, *parts = self.heading.split(text[opening.end() :] if opening else text)
         headings, sections = parts[::2], {}
         for heading, section in zip(headings, parts[1::2]):
             sections.setdefault(heading, section.strip())
-        stray = opening and headings and before.strip()  # text that stands under no heading
+        stray = opening and headings and before.strip()  # text before the first heading
         faults = named(
             no_step_heading=opening is None,
             wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
@@ -172,14 +172,14 @@ class R3(Protocol):
         faults += named(no_verification=unverified, idle_verification=verifies and not answers)
         faults += named(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
         if (asks and answers) or headings.count(self.names.answer) > 1:
-            queries, answer = [], None  # it is not clear which of the two is meant
+            queries, answer = [], None  # it is not clear which one is meant
         searches = tuple(map(Search, queries))
         again = (asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries))
         faults += named(repeated_query=any(again))
         return Step(sections.get(self.names.analysis, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
-        """The usable queries of a step. Adds to `faults`."""
+        """The usable queries of a step; appends to `faults`."""
         query = _line(sections.get(self.names.query), "query", faults)
         if self.names.queries not in sections or self.names.query in sections:
             faults += named(query_and_queries=self.names.queries in sections)
@@ -196,7 +196,7 @@ class R3(Protocol):
 
 
 def _line(section: str | None, what: str, faults: list[str]) -> str | None:
-    """The query or answer in a section: its only line, or None if there is none. Adds to `faults`."""
+    """The query or answer in a section, which is its first line; None if there is none. Appends to `faults`."""
     if section is None:
         return None
     line, _, rest = section.partition("\n")
@@ -205,7 +205,7 @@ def _line(section: str | None, what: str, faults: list[str]) -> str | None:
 
 
 def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
-    """The documents of each search under its heading, numbered through."""
+    """The documents of each search under its heading, numbered consecutively over all searches."""
     parts, first = [], 1
     for heading, search in zip(headings, searches, strict=True):
         parts.append(f"{heading}\n{render_documents(search.documents, first)}")
@@ -214,7 +214,7 @@ def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
 
 
 def render_documents(documents: Sequence[Document], first: int = 1) -> str:
-    """Numbered passages, one a line; `first` is the number of the first one."""
+    """Numbered passages, one per line, from number `first` on."""
     if not documents:
         return "(nothing was found)"
     return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first))

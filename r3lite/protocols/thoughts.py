@@ -1,7 +1,7 @@
-"""The thoughts of a model that thinks before it speaks (DeepSeek-R1, Qwen3): text between <think> and </think>.
+"""The thoughts of thinking models (DeepSeek-R1, Qwen3): text between <think> and </think> at the beginning of a turn.
 
-A chat template may open the thought itself. What a step is comes after it, unless the format has such thoughts of its
-own. Thoughts are sampled and learned from like any text of a turn, and are part of no step.
+A chat template may open the thought. The step follows the thought, unless the format itself has <think>. Thoughts are
+sampled and trained on like all text of a turn, but are not part of a step.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Thoughts:
         return self.tokenizer.opens_thought and list(tokens[max(0, start - len(opening)) : start]) == opening
 
     def read(self, tokens: Sequence[int], start: int) -> str:
-        """The text after its thought of a turn that begins at `start`; nothing while the thought is not over.
+        """The text of the turn that begins at `start` after its thought; empty until the thought has ended.
 
-        A thought of the format's own is kept.
+        If the format itself has <think>, the thought is kept.
         """
         text = self.tokenizer.decode(tokens[start:]).removeprefix(self.tokenizer.lead)
         opened = self.are_opened(tokens, start)
@@ -38,14 +38,14 @@ class Thoughts:
         return rest.lstrip() if thinks else text
 
     def written(self, given: Sequence[int], text: str) -> list[int]:
-        """The tokens of a turn's text as the model writes it. A thought that is opened and not in the text is empty."""
+        """The tokens of a turn's text as the model writes it; a thought that the template has opened is left empty."""
         if not self.are_opened(given, len(given)):
             return self.tokenizer.encode_turn(text)
         written = text.removeprefix(THINK) if self.in_format else self.end(given) + text
         return self.tokenizer.encode_written(written)
 
     def end(self, tokens: Sequence[int], start: int | None = None) -> str:
-        """What ends the thought in which a turn is that begins at `start`, by default now; empty if it is in none."""
+        """The text that ends the open thought of the turn that begins at `start` (by default here), or ""."""
         start = len(tokens) if start is None else start
         text = self.tokenizer.decode(tokens[start:])
         inside = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)

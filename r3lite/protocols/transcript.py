@@ -1,8 +1,8 @@
-"""The tokens of an episode: one layout for SFT rows, rollouts and baselines.
+"""An episode in tokens with its action mask: one layout for SFT rows, rollouts and baselines.
 
-An episode is one growing token sequence, each token with its place in the action mask. `Layout` appends to it what is
-given and decides how the episode goes on after each turn. What the text says is the protocol's; who writes the turns,
-a model or a trajectory, is the caller's. Nothing is decoded and tokenized again.
+An episode is one growing token sequence. A `Transcript` holds it. A `Layout` appends the prompt, the documents and the
+headings of forced answers, and decides after each turn how the episode goes on. The text comes from a protocol; the
+turns are written by a model or taken from a trajectory. No text is decoded and encoded again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,44 +17,40 @@ from r3lite.protocols.thoughts import Thoughts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
 
-ANSWER_ROOM = 32  # tokens kept free for a forced answer, as long as the limit of an episode allows
-LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropped instead, or the row is too long
-# Tokens of a title. It is cut no further, however little room there is: it tells which passages are gold.
-LONGEST_TITLE = 64
+ANSWER_ROOM = 32  # tokens kept free for a forced answer
+LEAST_DOCUMENT = 16  # a document is not cut below this many tokens: it is dropped instead
+BYTES = "\ufffd"  # decoded from bytes that are not a whole character
+LONGEST_TITLE = 64  # tokens; titles are not cut further, because gold paragraphs are recognized by them
 
 
 @dataclass
 class Transcript:
-    """The tokens of one episode and its steps so far.
-
-    `action_mask` is True if the model wrote the token and False if it was given. `step_ends[k]` is the index of
-    the last token of step k: the step's reward belongs to it.
-    """
+    """The tokens of one episode and its steps so far."""
 
     question: Question
-    tokens: list[int] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # [T]
+    action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token, False if given
     steps: list[Step] = field(default_factory=list)
-    step_ends: list[int] = field(default_factory=list)
+    step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
-    held: Step | None = None  # a step that only its answer is missing from, which the current turn gives
-    pending: tuple[Search, ...] = ()  # those of the last step, which wait for their documents
-    failure: str | None = None  # why the retriever failed, if it did at a query of the episode
+    awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
+    pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
+    failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Appends given tokens; the next turn starts after them."""
+        """Appends given tokens; a new turn starts after them."""
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
-        self.turn_start, self.held = len(self.tokens), None
+        self.turn_start, self.awaiting_answer = len(self.tokens), None
 
     def write(self, tokens: Sequence[int]) -> None:
-        """Appends tokens of the model's own."""
+        """Appends tokens that the model wrote."""
         self.tokens += tokens
         self.action_mask += [True] * len(tokens)
 
     def add_step(self, step: Step) -> None:
-        """Takes the tokens so far as the end of a step."""
+        """Adds a step that ends at the last token."""
         self.steps.append(step)
         self.step_ends.append(len(self.tokens) - 1)
 
@@ -69,14 +65,11 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an episode holds after its prompt, before the model's first turn: nothing, or what a baseline gives it.
+    """What a baseline puts between the prompt and the model's first turn, so that only the answer is left to write."""
 
-    A baseline gives the model all of an episode but the answer, in the layout that it was trained on or a plain chat.
-    """
-
-    searches: bool = False  # a first step with the question itself as its query, and the documents that it brings
-    forces_answer: bool = False  # the heading of an answer, so that the model's first turn is the answer
-    plain: bool = False  # a chat without steps, in whose first user turn the documents stand, if there are any
+    searches: bool = False  # a first step whose query is the question itself, and its documents
+    forces_answer: bool = False  # the heading of an answer
+    plain: bool = False  # a chat without steps, whose first user turn has the documents, if there are any
 
 
 # By the values of --baseline.
@@ -92,7 +85,7 @@ OPENINGS = {
 
 @dataclass
 class Layout:
-    """How the episodes of a protocol are laid out in tokens, within the limits of `lengths`."""
+    """Lays out the episodes of a protocol in tokens, within the limits of `lengths`."""
 
     tokenizer: Tokenizer
     protocol: base.Protocol
@@ -106,22 +99,22 @@ class Layout:
             self.tokenizer.check_thinking()
 
     def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
-        """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
+        """The tokens of the prompt with `question`, after the `earlier` messages of a conversation."""
         opening = self.protocol.opening(self.protocol.quoted(question))
         if procedure:
             opening = f"{procedure}\n\n{opening}"
         return self.tokenizer.open_chat(opening, self.protocol.system, earlier, self.protocol.shots)
 
     def open(self, transcript: Transcript) -> None:
-        """Gives an empty transcript its prompt, and what the opening has besides.
+        """Appends the prompt to an empty transcript, and what the opening has besides.
 
-        It may then have `pending` queries, or be finished if there is no room for an answer.
+        Then the transcript may have `pending` queries, or be finished if there is no room for an answer.
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
         self.check_room(question, prompt)
-        waits = self.opening.searches and self.opening.plain  # the prompt, for the documents: see _observation
-        transcript.observe([] if waits else prompt)
+        if not (self.opening.searches and self.opening.plain):  # else the documents are in the prompt: _observation
+            transcript.observe(prompt)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self._thoughts.written(transcript.tokens, self.protocol.render(step, 1)))
@@ -131,7 +124,7 @@ class Layout:
             self._begin_answer(transcript)
 
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
-        """Raises R3LiteError if an episode is full before an answer."""
+        """Raises R3LiteError if a prompt leaves no room for an answer."""
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
             limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
             remedy = "Raise --max-length, shorten the prompt file, or remove the question."
@@ -143,41 +136,42 @@ class Layout:
         full = len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length
         if full or turn[-1] == self.tokenizer.stop_id:
             return True
-        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one. Few
-        # tokens have its last character, so that little text is decoded.
+        # A stop string of n bytes spans at most n tokens, and ends in this one if it is complete only now. Few tokens
+        # have its last character, or some bytes of it, so that little text is decoded.
         stops, last = self.protocol.stop_strings, turn[-1]
         if last not in self._may_close:
-            self._may_close[last] = any(s[-1] in self.tokenizer.decode([last]) for s in stops)
-        return self._may_close[last] and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
+            text = self.tokenizer.decode([last])
+            self._may_close[last] = any(s[-1] in text or (BYTES in text and not s[-1].isascii()) for s in stops)
+        return self._may_close[last] and any(s in self.tokenizer.decode(turn[-len(s.encode()) :]) for s in stops)
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
-        """The text of the current turn, from its forced heading up to a stop string, without its thought.
+        """The text of the current turn for a user: with its forced heading, without its thought, up to a stop string.
 
-        Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
-        and so is what may be the beginning of a thought or of a stop string.
+        While the turn goes on, the text of each call continues that of the call before: incomplete characters, and
+        what may be the beginning of a thought or of a stop string, are left out until the turn has `ended`.
         """
         text = self._read(transcript)
-        if transcript.held is not None:
-            text = "\n" * bool(transcript.held.analysis) + self.protocol.answer_heading + text
+        if transcript.awaiting_answer is not None:
+            text = "\n" * bool(transcript.awaiting_answer.analysis) + self.protocol.answer_heading + text
         stops = self.protocol.stop_strings
         if found := [text.index(s) for s in stops if s in text]:
             return text[: min(found)]
         if ended:
             return text
-        text = text.rstrip("\ufffd")  # what bytes that make no character are decoded to
+        text = text.rstrip(BYTES)
         if THINK.startswith(text.strip()):  # perhaps the beginning of a thought
             return ""
-        held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        return text[: len(text) - held]
+        begun = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        return text[: len(text) - begun]
 
     def close_turn(self, transcript: Transcript) -> None:
-        """Adds the step that the finished turn means.
+        """Parses the finished turn into a step and adds it.
 
-        Then the transcript is finished, or has `pending` queries, or a step is `held` until its answer is given.
+        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
         """
         text, steps = self._read(transcript), transcript.steps
         whole = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
-        if transcript.held is not None:
+        if transcript.awaiting_answer is not None:
             self._close_answer(transcript, text, whole)
             return
         step = self.protocol.parse(text, steps)
@@ -200,20 +194,17 @@ class Layout:
             transcript.pending = step.searches
 
     def _close_answer(self, transcript: Transcript, text: str, whole: bool) -> None:
-        """Adds the step that was held, with the answer of the finished turn. What repeats our request is no answer."""
-        step, held = self.protocol.read_answer(text, transcript.steps), transcript.held
-        ours = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
-        answer = step.answer if whole and not ours else None
+        """Adds the step that awaits its answer, with that of the finished turn. A copy of our request is no answer."""
+        step, begun = self.protocol.read_answer(text, transcript.steps), transcript.awaiting_answer
+        copied = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
+        answer = step.answer if whole and not copied else None
         transcript.finish = ANSWERED if answer is not None else MALFORMED if whole else CUT_OFF
-        faults = tuple(dict.fromkeys((*held.faults, *step.faults, *[base.CUT_OFF] * (not whole))))
-        transcript.held = None
-        transcript.add_step(Step(held.analysis, answer=answer, faults=faults))
+        faults = tuple(dict.fromkeys((*begun.faults, *step.faults, *[base.CUT_OFF] * (not whole))))
+        transcript.awaiting_answer = None
+        transcript.add_step(Step(begun.analysis, answer=answer, faults=faults))
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
-        """Gives a transcript the documents of its pending queries, a list of each.
-
-        An answer is forced if there is no room for any.
-        """
+        """Appends the documents of the pending queries, one list per query; forces an answer if none fit."""
         transcript.pending = ()
         step, given = self._fit(transcript, documents)
         transcript.steps[-1] = step
@@ -230,9 +221,9 @@ class Layout:
             self._begin_answer(transcript)
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
-        """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
+        """The transcript of an episode in which the model wrote `steps`, with documents of at most `document_tokens`.
 
-        It equals the rollout of the same text, except that the limits of `lengths` are not applied.
+        Its tokens are those of a rollout with the same text, except that the limits of `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
@@ -248,9 +239,9 @@ class Layout:
         return transcript
 
     def _force_answer(self, transcript: Transcript, step: Step, why: str) -> None:
-        """Opens a last turn in which only the answer of a step is left to write, after the protocol's request for it.
+        """Opens a last turn for the answer of `step`, after the protocol's request for it.
 
-        The step keeps its analysis, loses its queries and has the fault `why`.
+        The step keeps its analysis, loses its queries and gets the fault `why`.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
         self._begin_answer(transcript, replace(step, searches=(), faults=(*step.faults, why)), request)
@@ -258,8 +249,8 @@ class Layout:
     def _begin_answer(
         self, transcript: Transcript, step: Step | None = None, request: Sequence[int] = (), heading: str | None = None
     ) -> None:
-        """Gives `request` and the heading of an answer, by default the protocol's; cuts the episode off if there is no
-        room for them. The answer becomes that of `step`; a baseline has none."""
+        """Appends `request` and the heading of an answer, by default the protocol's, and awaits the answer of `step`
+        (of an empty one for a baseline); cuts the episode off if there is no room."""
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
@@ -271,13 +262,13 @@ class Layout:
                 transcript.add_step(step)
             return
         transcript.observe(given)
-        transcript.held = step or Step()
+        transcript.awaiting_answer = step or Step()
 
     def _fit(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> tuple[Step, list[int] | None]:
-        """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.
+        """Cuts documents, then drops them from the end, until a whole turn and a forced answer fit after them.
 
-        Returns the last step with the documents as they are given, and the tokens to give; None, and the step as it
-        is, if not even one document of each query fits.
+        Returns the last step with its cut documents, and the tokens to append; or the step without documents and None,
+        if not even one document per query fits.
         """
         heading = self._thoughts.end(self.tokenizer.opening) + self.protocol.answer_opening(1)
         forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode_written(heading))
@@ -298,7 +289,7 @@ class Layout:
                 return last, None
 
     def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
-        """The step with these documents of each of its queries, their titles and texts cut."""
+        """The step with these documents, one list per query, their titles and texts cut."""
 
         def cut(d: Document) -> Document:
             title = self.tokenizer.cut(d.title, LONGEST_TITLE)
@@ -307,7 +298,7 @@ class Layout:
         return step.with_documents([[cut(d) for d in found] for found in documents])
 
     def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
-        """The tokens of what follows the searches of the last of the steps."""
+        """The tokens of the documents of the last step, in the protocol's wording."""
         question = transcript.question
         observation = self.protocol.observation(self.protocol.quoted(question.text), steps)
         if not transcript.tokens:
@@ -315,22 +306,22 @@ class Layout:
         return self._given(observation)
 
     def _given(self, observation: str) -> list[int]:
-        """The tokens of an observation after the model's turn: a user turn, or plain text in the same turn."""
+        """The tokens of an observation: a user turn, or text in the same assistant turn."""
         if self.protocol.user_turns:
             return self.tokenizer.user_turn(observation)
         return self.tokenizer.encode(observation)
 
     def _read(self, transcript: Transcript) -> str:
         """The text of the current turn as the protocol reads it."""
-        if transcript.held is not None:
+        if transcript.awaiting_answer is not None:
             return self.tokenizer.decode(transcript.turn)
         return self._thoughts.read(transcript.tokens, transcript.turn_start)
 
     def _end(self, transcript: Transcript) -> list[int]:
-        """What stands between the model's turn and what is given.
+        """The tokens between the model's turn and an observation.
 
-        Before a user turn that is the token that ends the assistant turn, if the model has not written it itself.
-        A protocol that goes on in the assistant turn opens another if the model has ended it.
+        Before a user turn: the token that ends the assistant turn, unless the model wrote it. In a protocol that stays
+        in one assistant turn: the opening of another one, if the model ended it.
         """
         ended = transcript.tokens[-1:] == [self.tokenizer.stop_id]
         if self.protocol.user_turns:

@@ -1,6 +1,6 @@
-"""The retrievers by name, and what every one of them gets: a reranker on demand, and failures that end no run.
+"""The retrievers by name, each with a reranker if --rerank asks for one, and with failures that do not end a run.
 
-A retriever is a function from pairs of a question and a query about it to the documents of each query, best first.
+A retriever is a function from pairs (question, query) to the documents of each query, best first.
 """
 
 import sys
@@ -14,11 +14,10 @@ from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 
-GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
+GIVE_UP = 100  # failed queries in a row after which a run stops, because it learns nothing
 
-
-# By the values of --retriever that are no addresses and no services of the web: how each is built, given how many
-# documents a query shall bring.
+# The retrievers of --retriever but those behind an address and web services: functions of the setup and of the number
+# of documents per query.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": lambda setup, top_k: Search(setup.index, top_k, setup.own),
     "lexical": lexical.build,
@@ -29,7 +28,7 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """The retriever of the settings, or those of several kinds of sources. They work on the CPU."""
+    """The retriever of the settings, or several by kind of source. They run on the CPU."""
     settings = setup.settings
     own = settings.of_sources
     if settings.is_web:
@@ -43,6 +42,7 @@ def build_retriever(setup: Setup) -> Retrieve:
 
 
 def _built(setup: Setup) -> Retrieve:
+    """The retriever of one kind of source."""
     settings = setup.settings
     if settings.is_web:
         from r3lite.retrieval.web import build
@@ -54,16 +54,15 @@ def _built(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k), setup.gives_up)
-    reranker = setup.reranker  # before an index is built: what is wrong with it shows at once
+    reranker = setup.reranker  # loaded before an index is built, so that an error shows at once
     return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k), setup.gives_up)
 
 
 class Tolerant:
-    """A retriever whose failures are outcomes: a query that fails has its `Failure` in place of documents.
+    """A retriever that returns a `Failure` in place of the documents of a query that fails.
 
-    If many fail together they are tried again one by one, so that a query fails by itself only. Each reason is printed
-    when it first occurs. If it `gives_up`, it stops, as R3LiteError, if failing is the rule: after GIVE_UP queries in a
-    row. Bugs of ours end the run, too.
+    If a batch fails, its queries are tried again one by one, so that each fails for its own reason only. Each reason is
+    printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Bugs of r3lite are not caught.
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):

@@ -1,4 +1,4 @@
-"""What all retrievers that search have in common: passages are ranked by scores, equal queries are asked once."""
+"""What retrievers that rank passages share: equal queries of a batch are searched once, and the best k are kept."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,22 +10,19 @@ from r3lite.core.episode import Document, Question
 
 
 class Ranking(Protocol):
-    """Passages that queries rank."""
+    """A set of passages that can be ranked for a query."""
 
     def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
-        """The `k` best passages of each query, best first; of the places in `own[i]` only, for query i, if given."""
+        """The `k` best passages of each query, best first; for query i only among the indices `own[i]`, if given."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """The retriever of a ranking: from pairs (question, query) to documents. All pairs of a call are one batch.
-
-    `own_paragraphs` gives the places that the search of each question is confined to, or None; only for rankings whose
-    passages have places here.
-    """
+    """The retriever of a ranking: from pairs (question, query) to documents. The pairs of a call are one batch."""
 
     passages: Ranking
     top_k: int
+    # The indices of the passages that each question's searches are restricted to, or None for no restriction.
     own_paragraphs: Callable[[list[Question]], list[tuple[int, ...]] | None] | None = None
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
@@ -38,9 +35,9 @@ class Search:
 
 
 def best(scores: np.ndarray, k: int) -> np.ndarray:
-    """Places of the `k` highest of `scores` [N], highest first; of equal ones the first, so that it is the same always.
+    """Indices of the `k` highest `scores` [N], highest first; equal scores in order of their indices.
 
-    Only those above the k-th are sorted: with 100,000 passages a whole sort takes longer than BM25 itself.
+    Only candidates for the best k are sorted: with 100,000 passages a whole sort takes longer than BM25 itself.
     """
     least = np.partition(scores, -k)[-k] if k < len(scores) else -np.inf
     candidates = np.flatnonzero(scores >= least)
@@ -48,5 +45,5 @@ def best(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def found(documents: Sequence[Document], places: Iterable[int], scores: Iterable[float], source: str) -> list[Document]:
-    """The documents at `places`, with their scores and the retriever that gave them."""
+    """The documents at the indices `places`, with their scores and the retriever's name."""
     return [replace(documents[i], score=float(s), source=source) for i, s in zip(places, scores, strict=True)]

@@ -1,11 +1,14 @@
-"""The rewards that settings choose by name: those built in, and a user's own functions as `package.module:function`.
+"""The rewards by name and their weights: those built in, and a user's own functions as `package.module:function`.
 
 A reward is a plain function. It takes an episode, and the judge's verdict if it names a parameter `verdict`; its other
 parameters are what a config can set. It returns
 
 - a number, the reward of the last step;
 - or a list of numbers, one per step;
-- or None, a missing reward: it is not a zero, and the episode is left out of the means and of the update.
+- or None, a missing reward: it is not 0, and the episode is left out of the means and of the update.
+
+Weights may change during training: the curriculum of R-Search (arXiv 2506.08352) first rewards format more, and then
+right answers.
 """
 
 import importlib
@@ -14,7 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -150,3 +153,36 @@ def needs_verdict(settings: RewardSettings) -> bool:
     """Whether a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
     weighed = settings.outcome_judge > 0 or settings.process_judge > 0
     return weighed or any(reward.judged for reward in named_rewards(settings))
+
+
+def settings_of_round(settings: RewardSettings, number: int) -> RewardSettings:
+    """The settings with the weights of round `number`, from 1 on.
+
+    With a curriculum of N rounds, a reward has `first_weight` in rounds n <= N and `weight` after them (hard), or
+    share * weight + (1 - share) * first_weight with share = min((n - 1) / N, 1) (linear).
+    """
+    if not settings.rewards:
+        return settings
+    rounds, share = settings.curriculum_rounds, 1.0
+    if number <= rounds:
+        share = (number - 1) / rounds if settings.curriculum_switch == "linear" else 0.0
+    rewards = []
+    for entry in settings.rewards:
+        kept = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
+        if FIRST_WEIGHT in entry:
+            kept["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
+        rewards.append(RewardEntry(kept))
+    return replace(settings, rewards=tuple(rewards))
+
+
+def changing_weights(settings: RewardSettings, number: int) -> dict[str, float]:
+    """The weights of round `number` that change between rounds, as metrics; empty without a curriculum."""
+    if not settings.rewards or not settings.curriculum_rounds:
+        return {}
+    entries = zip(settings.rewards, settings_of_round(settings, number).rewards, strict=True)
+    return {f"rewards/{entry['name']}/weight": now["weight"] for entry, now in entries if FIRST_WEIGHT in entry}
+
+
+def weights_change_at(settings: RewardSettings, number: int) -> bool:
+    """Whether round `number` has other weights than the one before it."""
+    return number > 1 and changing_weights(settings, number) != changing_weights(settings, number - 1)

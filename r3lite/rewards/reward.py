@@ -1,6 +1,6 @@
-"""The rewards of an episode, step by step and by part: format, process, outcome, and the rewards that are named.
+"""The reward of each step of an episode, and its parts: format, process, outcome, search and the rewards by name.
 
-Knows the weights and what an episode holds; a judge's opinion is handed in as a `Verdict`.
+Takes an episode, the weights of the settings and, if there is a judge, its `Verdict`.
 """
 
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
-MANY = 8  # questions; if a reward is missing for all episodes of this many, it is not by chance
+MANY = 8  # questions: a reward that is missing for all episodes of this many is not missing by chance
 
 
 @dataclass(frozen=True)
 class Scored:
     """The rewards of an episode.
 
-    `steps[k]` is the reward at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome`,
-    if searches have rewards `search`, and every named reward, weighted, which add up to `total`; and unweighted, for
-    the log, `em`, `f1`, `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it
-    called the answer right). Raises R3LiteError if a reward is not a number that can be learned from.
+    `steps[k]` is the reward at the end of step k. `parts` has the weighted parts, which add up to the total: `format`,
+    `process`, `outcome`, `search` if searches are rewarded, and each named reward. And, for the log, `em`, `f1`,
+    `recall` (None if the question has no gold paragraphs) and, with a judge, `judge` (1 if it says that the answer is
+    right). Raises R3LiteError if a reward is not finite or too large for fp32.
     """
 
     steps: list[float]
@@ -42,11 +42,11 @@ class Scored:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is right: by the judge if there was one, else by exact match."""
+        """Whether the answer is right: by the judge if there is one, else by exact match."""
         return self.parts.get("judge", self.parts["em"]) == 1.0
 
     def failed(self, below: float | None = None) -> bool:
-        """Whether the answer is not right or, with a threshold, whether the part for the outcome is below that."""
+        """Whether the answer is wrong or, with a threshold, whether the outcome reward is below it."""
         return not self.right if below is None else self.parts["outcome"] < below
 
 
@@ -56,26 +56,26 @@ def most_for_answer(settings: RewardSettings) -> float:
 
 
 def outcome_share(scored: Scored, settings: RewardSettings) -> float:
-    """The reward of an episode's answer, as a share of the highest possible one: how right it is, from 0 to 1.
+    """The outcome reward as a share of the highest possible one, from 0 to 1.
 
-    The whole reward does not show it: format and recall are rewarded for wrong answers, too.
+    It shows how right an answer is; the total does not, because format and recall are rewarded for wrong answers, too.
     """
     return scored.parts["outcome"] / most_for_answer(settings)
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
-    """The rewards of an episode; None, a missing reward, if the retriever failed, if a judge is needed and gave no
-    verdict, or if a named reward is missing.
+    """The rewards of an episode; None, a missing reward, if the retriever failed, if there is no verdict although a
+    reward needs one, or if a named reward is missing.
 
-    - format: `format_reward` times the share of steps without a fault, in equal parts at each of them. If each were
-      rewarded in full, it would pay off to go on asking when the answer is known;
-    - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
-      plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
+    - format, at each step without a fault: `format_reward` / number of steps. With the whole of it at each step, more
+      steps would be rewarded more;
+    - process, at each step that searches: `process_recall` times the share of the gold paragraphs that it is the first
+      to find, plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
-    - outcome, with the last step: weighted EM, F1 and the judge's right or wrong; nothing after fewer than
-      `least_searches` different searches;
-    - search, at each step that asks: `search_bonus`, or if the query is blank or repeated -`idle_query_penalty`;
-    - each of `rewards`, where its function says (registry.py).
+    - outcome, at the last step: weighted EM, F1 and the judge's verdict; 0 after fewer than `least_searches` different
+      searches;
+    - search, at each step that searches: `search_bonus`; -`idle_query_penalty` if a query is blank or repeated;
+    - each of `rewards`, at the steps that its function rewards (registry.py).
     """
     if episode.failure or (verdict is None and needs_verdict(settings)):
         return None
@@ -116,7 +116,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
 
 
 def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:
-    """The rewards of each episode, by a judge as well if there is one; None, a missing reward, if it failed."""
+    """The rewards of each episode, by the judge's verdicts if there is a judge; None: a missing one, see `score`."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     scored = [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
     if not any(scored) and len({e.question.id for e in episodes}) >= MANY:
@@ -125,7 +125,7 @@ def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | 
 
 
 def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | None], settings: RewardSettings) -> None:
-    """Raises R3LiteError if a named reward is why no episode has a reward: the run would learn nothing, silently."""
+    """Raises R3LiteError if a named reward is missing for all episodes: a run would go on without learning anything."""
     judged = needs_verdict(settings)
     pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
     for reward in named_rewards(settings):

@@ -1,4 +1,4 @@
-"""What a round of rollouts amounts to: its metrics, and the records of its episodes with their rewards."""
+"""The metrics of a round of episodes, and their records in episodes.jsonl."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ def round_metrics(
     turns: Sequence[Sequence[Sequence[int]]],
     logprobs: Sequence[Sequence[float]],
 ) -> dict[str, float | None]:
-    """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means.
+    """Metrics of a round, under TRL's names if it has them. Missing rewards (None) are left out of the means.
 
-    `turns` are the sampled tokens of each episode, turn by turn, and `logprobs` those of its tokens. `logps/right` is
-    their mean over each right episode's tokens, then over the right episodes, which thus count alike however long they
-    are, as in GRPO's loss; None if there are none. It falls when a collapse begins (arXiv 2512.04220).
+    `turns` are the sampled tokens of each episode, turn by turn, `logprobs` [N] their log-probabilities. `logps/right`
+    is the mean over each right episode's tokens, then over the right episodes, as in GRPO's loss; None if there are
+    none. It falls when a collapse begins (arXiv 2512.04220).
     """
     steps = [step for e in episodes for step in e.steps]
     known = [s for s in scored if s is not None]
@@ -55,7 +55,7 @@ def round_metrics(
 
 
 def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
-    """Share of the n-grams of an episode's turns that their own turn has held before: near 1 in a loop."""
+    """Share of an episode's n-grams that occur earlier in the same turn: near 1 if the model repeats itself."""
     total = distinct = 0
     for turn in turns:
         ngrams = [tuple(turn[i : i + NGRAM]) for i in range(len(turn) - NGRAM + 1)]
@@ -66,9 +66,9 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
 def episode_records(
     number: int, episodes: Sequence[Episode], scored: Sequence[Scored | None], learned: Sequence[bool] | None = None
 ) -> list[dict]:
-    """The lines of episodes.jsonl for round `number`: what the model wrote, and its rewards.
+    """The lines of episodes.jsonl for round `number`: steps and rewards of each episode.
 
-    `learned`: of each episode, whether its group is learned from; None: all are.
+    `learned`: whether each episode's group is learned from; None: all are, and the lines do not say so.
     """
     records = []
     for episode, reward in zip(episodes, scored, strict=True):

@@ -1,4 +1,4 @@
-"""A judge's opinion of an episode, as rewards take it. Who gives it is in judge.py."""
+"""A judge's opinion of an episode, which rewards use. The judge itself is in judge.py."""
 
 from dataclasses import dataclass
 

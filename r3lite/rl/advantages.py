@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the mask; both have one shape, which may be any."""
+    """Mean of x over the mask, which has the shape of x."""
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -22,9 +22,9 @@ def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over action tokens only.
 
     delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', with t' the next *action* token after t
-    (V and A are 0 past the last one). Observations are skipped: if their V = 0 were used, the last action of a step
-    would look as if nothing good could follow it. Takes rewards, values and the mask [B, T]; returns advantages, and
-    the critic's targets (advantage + value), both [B, T] and 0 at observations.
+    (V and A are 0 past the last one). Observations are skipped: with their V = 0, the last action of a step would look
+    as if no reward could follow it. Takes rewards, values and the mask [B, T]; returns advantages, and the critic's
+    targets (advantage + value), both [B, T] and 0 at observations.
     """
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # [B]
@@ -51,22 +51,22 @@ def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
-    """RLOO's advantage (arXiv 2402.14740): R less the mean of the group's others, for returns and groups [B]."""
+    """RLOO's advantage (arXiv 2402.14740): R - mean of the others of the group, for returns and groups [B]."""
     return _by_group(returns, groups, lambda r: r - (r.sum() - r) / (len(r) - 1))
 
 
-def _by_group(returns: Tensor, groups: Tensor, compared: Callable[[Tensor], Tensor]) -> Tensor:
-    """The advantages [B] that `compared` gives each group's returns.
+def _by_group(returns: Tensor, groups: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
+    """The advantages [B] that `advantage` computes from the returns of each group.
 
-    A group of one, or one whose returns are all equal, gets 0, so it has no gradient. (Nor may the rounding error of
-    r - mean be one: AdamW would turn it into full steps.)
+    A group whose returns are all equal, such as a group of one, gets exactly 0: AdamW would turn the gradient of a
+    rounding error in r - mean into full steps.
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         mine = groups == group
         r = returns[mine]
         if not all_equal(r):
-            advantages[mine] = compared(r)
+            advantages[mine] = advantage(r)
     return advantages
 
 

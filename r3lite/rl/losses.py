@@ -1,8 +1,12 @@
-"""Losses that algorithms are made of, per token, and normalizers: the weight of each token in the loss of a mini-batch,
-which is sum(weight * loss). Pure functions: tensors of one shape in, tensors of that shape out.
+"""Losses per token, normalizers, and the metrics of an update.
 
-A normalizer takes the mask [B, T] of the tokens that have a loss and returns their weights [B, T], 0 elsewhere. They
-differ in what counts alike: each token, or each episode whatever its length.
+Pure functions. A loss takes and returns tensors of one shape. A normalizer gives the weight of each token in the loss
+of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens that have a loss and returns their weights
+[B, T], 0 elsewhere.
+
+Metrics are summed over tokens chunk by chunk, and then divided. There are three kinds of tokens, and the name of a
+metric begins with its kind. OFF_POLICY: tokens that the policy did not sample. GUIDED: tokens with a teacher's
+distribution. All others are means over the policy's own tokens that learn from rewards, for every algorithm.
 """
 
 import math
@@ -10,7 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-LEAST = 1e-6  # the least probability of all tokens but k together: 1 less an fp32 sum is not known more exactly
+Sums = dict[str, Tensor | int]
+OFF_POLICY, GUIDED = "off_policy/", "teacher/"
+TOKENS = "tokens"  # after the kind: how many tokens the sums are over
+LEAST = 1e-6  # lower bound of the probability outside of the k tokens: 1 minus a sum in fp32 is not more exact
 
 
 def clipped_surrogate(
@@ -18,7 +25,7 @@ def clipped_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log-ratio).
 
-    Returns the loss, and as booleans the tokens whose gradient the clip removed: below (A < 0) and above (A > 0).
+    Returns the loss, and as booleans the tokens whose gradient the clip removes: below (A < 0) and above (A > 0).
     """
     ratio = log_ratios.exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -31,8 +38,8 @@ def clipped_surrogate(
 def shaped_surrogate(log_ratios: Tensor, advantages: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Policy shaping (arXiv 2504.14945, section 3.2): -f(r) A with f(r) = r / (r + gamma), r = exp(log-ratio); no clip.
 
-    Returns the loss and f(r). The gradient by log pi is -A f(r) (1 - f(r)): largest where r = gamma, so that it is
-    what the policy thinks unlikely that it learns from, and not what it says already.
+    Returns the loss and f(r). The gradient with respect to log pi is -A f(r) (1 - f(r)), which is largest at r = gamma:
+    the policy learns most from tokens that it finds unlikely, and little from those that it would write anyway.
     """
     shaped = torch.sigmoid(log_ratios - math.log(gamma))
     return -shaped * advantages, shaped
@@ -50,18 +57,18 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float 
 def k1_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Unbiased estimate of KL(policy || reference) per sampled token: d = logp - ref.
 
-    Its own gradient is 0 in the mean, so it has its place in a reward and none in a loss.
+    Its gradient is 0 in the mean, so it can be part of a reward but not of a loss.
     """
     return logprobs - reference
 
 
 def k2_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Schulman's k2 estimate of the same, never negative: d^2 / 2. Biased, but its gradient is the divergence's."""
+    """Schulman's k2 estimate, never negative: d^2 / 2. Biased, but its gradient is that of the divergence."""
     return 0.5 * (logprobs - reference) ** 2
 
 
 def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Schulman's k3 estimate of the same, unbiased and never negative: exp(-d) + d - 1."""
+    """Schulman's k3 estimate, unbiased and never negative: exp(-d) + d - 1."""
     d = reference - logprobs
     return d.exp() - d - 1
 
@@ -70,11 +77,11 @@ KL_ESTIMATES = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 
 
 def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
-    """KL(teacher || policy) [n] of distributions of which k log-probabilities [n, k] are known, of the same tokens.
+    """KL(teacher || policy) [N] from both log-probabilities [N, k] of the same k tokens.
 
-    All other tokens count as one, with the probability that is left: sum_j p_j log(p_j / q_j) + p' log(p' / q'), where
+    All other tokens count as one, with the remaining probability: sum_j p_j log(p_j / q_j) + p' log(p' / q'), where
     p' = 1 - sum_j p_j. It is never above the divergence over the whole vocabulary, and 0 only if both give all k tokens
-    the same probabilities. Nothing is renormalized: a policy that puts its mass elsewhere pays for it.
+    the same probabilities. The k probabilities are not renormalized, so that mass on other tokens counts, too.
     """
     rest, left = (x.exp().sum(-1).neg().add(1).clamp(min=LEAST) for x in (teacher, logprobs))
     return (teacher.exp() * (teacher - logprobs)).sum(-1) + rest * (rest.log() - left.log())
@@ -93,3 +100,51 @@ def episode_mean(mask: Tensor) -> Tensor:
 def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
     """The sum over each episode's tokens, divided by a constant, then the mean over the episodes."""
     return mask / (constant * len(mask))
+
+
+def token_sums(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
+    """Sums of metrics [N] over the tokens of each metric's kind; `off_policy` [N] bool, None: no token is."""
+    if off_policy is None:
+        return {name: x.detach().sum() for name, x in metrics.items()}
+    masks = {name: off_policy if name.startswith(OFF_POLICY) else ~off_policy for name in metrics}
+    return {name: (x.detach() * masks[name]).sum() for name, x in metrics.items()}
+
+
+def sum_by_name(parts: list[Sums]) -> Sums:
+    """The sum of each name over the parts, added in their order."""
+    total: Sums = {}
+    for part in parts:
+        for name, x in part.items():
+            total[name] = total.get(name, 0.0) + x
+    return total
+
+
+def means_of(sums: Sums) -> dict[str, float]:
+    """Sums divided by the number of tokens of their kind, which `sums` has as `<kind>tokens`."""
+    means = {}
+    for name, total in sums.items():
+        kind = next((prefix for prefix in (OFF_POLICY, GUIDED) if name.startswith(prefix)), "")
+        if name != kind + TOKENS:
+            means[name] = float(total) / sums[kind + TOKENS]
+    return means
+
+
+def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float) -> dict[str, float]:
+    """How far the trainer's probabilities are from the sampler's, from the log-ratios [2, N] of each mini-batch of the
+    first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the log of the ratio that the algorithm clips.
+
+    The differences, under TRL's names, are |row 0| over the first mini-batch alone: only its log-probabilities are
+    computed before the round's first optimizer step, with the weights of the sampler, so that they differ by rounding
+    only. Its rows are drawn at random. The share of tokens whose ratio is outside the clip, whatever their advantages,
+    is over the whole epoch, and includes what the round has learned before each mini-batch. A metric without tokens is
+    left out.
+    """
+    difference, ratio = log_ratios[0][0].abs(), torch.cat(log_ratios, dim=1)[1].exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    found = {}
+    if len(difference):
+        found["sampling/sampling_logp_difference/mean"] = float(difference.mean())
+        found["sampling/sampling_logp_difference/max"] = float(difference.max())
+    if len(outside):
+        found["sampling/outside_clip_first_epoch"] = float(outside.float().mean())
+    return found

@@ -1,6 +1,6 @@
 """The replay buffer of ExGRPO (arXiv 2510.02245): successes of earlier rounds, as they were sampled.
 
-Knows tokens, their recorded log-probabilities and numbers; a question is a name to it.
+Knows tokens, their recorded log-probabilities and rewards; questions are ids.
 """
 
 import math
@@ -21,13 +21,13 @@ ARRAYS = ("tokens", "action_mask", "logprobs")
 
 @dataclass(frozen=True)
 class Success:
-    """An episode that succeeded. Arrays, so that ten thousand of them fit: a list takes many times as much."""
+    """A successful episode, in arrays, which take a fraction of the memory of lists: 10,000 are kept."""
 
     tokens: np.ndarray  # [T] int32
     action_mask: np.ndarray  # [T] bool
     logprobs: np.ndarray  # [N] float32, of the action tokens, as the sampler recorded them
     reward: float
-    round: int  # in which it was sampled: the version of the policy that it is from
+    round: int  # in which it was sampled
 
     @staticmethod
     def of(rollout: Rollout, number: int) -> "Success":
@@ -37,32 +37,32 @@ class Success:
         )  # fmt: skip
 
     def rollout(self, group: int) -> Rollout:
-        """As a row of a round's batch; all of its reward is paid at its last action token."""
+        """An off-policy rollout of a group, whose whole reward is at its last action token."""
         tokens, action_mask, logprobs = (getattr(self, name).tolist() for name in ARRAYS)
-        made = Rollout.paid_at_end(tokens, action_mask, logprobs, self.reward, group)
+        made = Rollout.with_final_reward(tokens, action_mask, logprobs, self.reward, group)
         return replace(made, off_policy=True)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What is kept of a question: how often its newest group succeeded, and its successes, oldest first."""
+    """What is kept of a question."""
 
-    rate: float
-    successes: tuple[Success, ...]
+    rate: float  # share of successes in its newest group
+    successes: tuple[Success, ...]  # oldest first
 
 
 class ReplayBuffer:
-    """At most `size` successes, and of a question at most as many as its groups have episodes. Part of checkpoints."""
+    """At most `size` successes, and at most `generations` of one question. Checkpoints keep it."""
 
     def __init__(self, size: int, generations: int, start: float):
         """Nothing is chosen before a round in which the share `start` of the episodes succeeded."""
         self.size, self.generations, self.start = size, generations, start
         self.questions: dict[str, Experience] = {}
-        self.retired: set[str] = set()  # questions that were once answered right by all of a group
+        self.retired: set[str] = set()  # questions of which a whole group succeeded
         self.started = False
 
     def choose(self, count: int, seed: str) -> list[str]:
-        """At most `count` questions to replay: first a rate by the Gaussian, then any of the questions that have it."""
+        """At most `count` questions to replay: draws a success rate by the Gaussian, then one of its questions."""
         if not self.started:
             return []
         stream, left, chosen = random.Random(seed), dict(self.questions), []
@@ -75,7 +75,7 @@ class ReplayBuffer:
         return chosen
 
     def of_lowest_entropy(self, questions: list[str], mean_entropies: Callable[[Batch], Tensor]) -> dict[str, Success]:
-        """Of each question the success under which the policy, as it is now, is surest of what it says."""
+        """The success of each question on which the current policy's mean entropy is lowest."""
         pairs = [(question, success) for question in questions for success in self.questions[question].successes]
         if not pairs:
             return {}
@@ -87,12 +87,12 @@ class ReplayBuffer:
         return {question: success for question, (_, success) in found.items()}
 
     def add(self, number: int, groups: dict[str, Sequence[tuple[Rollout, bool]]]) -> None:
-        """Takes in round `number`: of each question the episodes that were paid, and whether each succeeded."""
+        """Adds round `number`: the episodes of each question that have a reward, and whether each succeeded."""
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
         self.started = self.started or (bool(outcomes) and sum(outcomes) / len(outcomes) >= self.start)
         for question, group in groups.items():
             new = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
-            if not group:  # all of its rewards are missing
+            if not group:  # all rewards are missing
                 continue
             if len(new) >= self.generations:
                 self.retired.add(question)
@@ -101,7 +101,7 @@ class ReplayBuffer:
                 kept = self.questions.pop(question, Experience(0.0, ())).successes
                 if kept or new:
                     self.questions[question] = Experience(len(new) / len(group), (kept + new)[-self.generations :])
-        # The oldest successes of all make room.
+        # The oldest successes are dropped first.
         ages = [(s.round, name) for name, kept in self.questions.items() for s in kept.successes]
         for _, question in sorted(ages, key=lambda age: age[0])[: max(0, len(ages) - self.size)]:
             kept = self.questions[question]
@@ -139,12 +139,12 @@ class ReplayBuffer:
         questions = {}
         for place, kept in enumerate(record.records("questions")):
             successes = []
-            for i, told in enumerate(kept.records("successes")):
+            for i, fields in enumerate(kept.records("successes")):
                 names = [f"{place}.{i}.{name}" for name in ARRAYS]
                 if missing := [name for name in names if name not in tensors]:
                     raise record.error(f"{missing[0]} is missing")
                 arrays = [tensors[name].numpy() for name in names]
-                successes.append(Success(*arrays, told.number("reward"), told.whole("round")))
+                successes.append(Success(*arrays, fields.number("reward"), fields.whole("round")))
             questions[kept.text("id")] = Experience(kept.number("rate", low=0, high=1), tuple(successes))
         self.questions, self.retired = questions, set(record.texts("retired"))
         self.started = record.flag("started")

@@ -1,8 +1,8 @@
-"""One step of decoding: takes the last tokens of the active rows, returns the hidden states after them.
+"""One decoding step: runs the last token of each running row, returns the hidden states.
 
-On CUDA the step is captured as a graph and replayed, because the kernels of one token are so short that launching them
-takes longer than running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both
-powers of two, and it reads tokens and positions from buffers. On other devices the model is called.
+On CUDA the step is captured as a graph and replayed, because launching the kernels of one token takes longer than
+running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two; it
+reads tokens and positions from buffers. On other devices the model is called.
 """
 
 import sys
@@ -34,13 +34,13 @@ class Decoder:
 
 
 class GraphDecoder(Decoder):
-    """The same by CUDA graphs. The cache gets all its slots at once, so that it keeps its place in memory.
+    """A decoder with CUDA graphs. All slots of the cache are allocated at once, so that its address does not change.
 
-    Rows that only fill a bucket up write to the last slot, which no real row needs: an episode's last token is never
-    run. `capture` is called with a function that computes a tensor, and returns a function that computes it again and
-    the tensor that holds the result. Each graph is compared with the model itself. If one differs, or cannot be
-    captured, a warning is printed and the model is called from then on. Errors of the model itself are raised, and
-    torch.OutOfMemoryError if a capture runs out of memory: with fewer rows there is room for graphs.
+    Rows that pad a bucket write to the last slot, which no sequence uses: an episode's last token is never run.
+    `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph is
+    compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
+    then on. Errors of the model are raised, and torch.OutOfMemoryError if a capture runs out of memory: with fewer
+    rows there is room for graphs.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, slots: int, capture: Callable | None = None):
@@ -75,10 +75,10 @@ class GraphDecoder(Decoder):
         """Captures the graph of a bucket, whose first `n` rows are at work; returns whether it may be used."""
 
         def step() -> Tensor:
-            # The context is made within the graph, which so makes the mask anew from the positions at each replay.
+            # The context is made within the graph, so that each replay computes the mask from the new positions.
             return self.model(self.inputs[0, :rows], Decode(self.cache, self.inputs[1, :rows], used))
 
-        # The first call chooses kernels, which cannot be done during a capture. Errors of the model show here.
+        # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
         try:
             replay, hidden = self.capture(step)
@@ -89,7 +89,7 @@ class GraphDecoder(Decoder):
         replay()
         cosine = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1).min()
         if not cosine >= LEAST_COSINE:
-            return self._give_up("theirs are other numbers")
+            return self._give_up("their results differ from the model's")
         self.graphs[rows, used] = replay, hidden
         return True
 

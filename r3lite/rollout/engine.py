@@ -1,7 +1,8 @@
-"""Samples episodes: each iteration schedules, runs the model and looks at the turns; documents are fetched meanwhile.
+"""The rollout engine: samples episodes by continuous batching, and fetches their documents meanwhile.
 
-Asks a layout how an episode opens and goes on, and knows no step format; is handed a function that retrieves, and
-imports no retriever. The weights are those of the model it is given, with whatever adapter is switched on.
+An iteration admits waiting sequences, prefills given tokens, samples a token of each running sequence, and closes the
+turns that have ended. A `Layout` decides how an episode opens and goes on; the engine knows no step format and no
+retriever. It samples with the model's active adapter.
 """
 
 import math
@@ -34,22 +35,19 @@ from r3lite.rollout.sequence import Listener, Sequence
 
 @dataclass
 class Engine:
-    """Rollout engine of one model. `value_head`, if there is one, gives the value of the state before each token.
-
-    How many episodes run at a time and how many tokens a prefill takes are read from `grant` each time anew.
-    """
+    """The rollout engine of one model."""
 
     model: CausalLM
     layout: Layout
-    sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]
-    grant: Grant
-    value_head: nn.Module | None = None
+    sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]  # see sampling.Sampler
+    grant: Grant  # how many episodes run at a time, and how many tokens one prefill has
+    value_head: nn.Module | None = None  # hidden states [B, C] -> values [B] of the states before the next tokens
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans | None = None
-    layouts: Mapping[str, Layout] = field(default_factory=dict)  # of sources whose questions are laid out otherwise
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
 
     def layout_of(self, sequence: Sequence) -> Layout:
-        """The layout of the source that a sequence's question is from."""
+        """The layout for the source of a sequence's question."""
         return self.layouts.get(sequence.question.source, self.layout)
 
     def run(
@@ -60,10 +58,10 @@ class Engine:
         progress: str | None = None,
         listeners: list[Listener] | None = None,
     ) -> list[Sequence]:
-        """One episode per question, each drawing from the random stream of its own seed.
+        """One episode per question, each sampled from the random stream of its own seed.
 
-        Questions may repeat (with different seeds). `progress` names a progress bar. `listeners`, one per question,
-        are told of the episodes while they are sampled.
+        Questions may repeat, with different seeds. `progress` is the label of a progress bar. `listeners`, one per
+        question, are called while the episodes are sampled.
         """
         drawn = enumerate(zip(questions, seeds, strict=True))
         sequences = [Sequence(q, stream=random.Random(seed), place=place) for place, (q, seed) in drawn]
@@ -72,64 +70,68 @@ class Engine:
             self.layout_of(sequence).open(sequence)
         return self.finish(sequences, retrieve, progress, bool(listeners))
 
-    def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
-        """Another end for each of some finished sequences, from where it stood after so many of its steps.
+    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps).
 
-        Tokens, log-probabilities and values up to there are kept; each draws the rest from the stream of its own seed.
+        Tokens, log-probabilities and values up to there are kept; the rest is sampled from the stream of its own seed.
         """
-        pairs = zip(begun, seeds, strict=True)
+        pairs = zip(starts, seeds, strict=True)
         sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
         return self.finish(sequences, retrieve)
 
     @torch.no_grad()
     def finish(
-        self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, heard: bool = False
+        self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, quiet: bool = False
     ) -> list[Sequence]:
-        """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
-        if not sequences:  # of more ranks than episodes, some have none
+        """Samples opened sequences to their ends, in place; returns them. `quiet`: without a progress bar."""
+        if not sequences:  # a rank has none if there are more ranks than episodes
             return []
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
-        look = bars.named(progress, "answering") | ({"disable": True} if heard else {})
+        look = bars.named(progress, "answering") | ({"disable": True} if quiet else {})
         bar = tqdm(total=len(sequences), unit="episode", **look)
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
-                if pending := [s for s in sequences if s.pending]:  # a baseline's
+                if pending := [s for s in sequences if s.pending]:  # of baselines that retrieve before the first turn
                     for sequence, documents in fetcher.fetch(pending):
                         self._splice(sequence, documents)
                 opened = [s for s in sequences if s.finish is None]
                 scheduler, decoder = self.begin(opened, min(self.grant.memory.rollout_batch_size, len(opened)))
                 with cast_once(self.model, self.model.head_weight.dtype):
-                    while scheduler.todo or scheduler.rows:
-                        self.iterate(scheduler, decoder, fetcher, bar.update)
+                    while scheduler.waiting or scheduler.rows:
+                        self.iterate(scheduler, decoder, fetcher, on_finish=bar.update)
         finally:
             self.model.train(training)
         return sequences
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
-        """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""
+        """The scheduler of sequences over a new KV cache of `rows` rows, and the decoder of that cache."""
         cache = KVCache.of(self.model, rows)
-        if cache.device.type == "cuda" and not self.model.stream:  # a graph holds no copies from the host
+        if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
             decoder = Decoder(self.model, cache)
         return Scheduler(list(sequences), cache), decoder
 
-    def iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, over: Callable[[], object]) -> None:
-        """One token more for each row at work, and what follows from it."""
+    def iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, on_finish: Callable) -> None:
+        """Samples one more token of each running sequence, and closes the turns that this ends.
+
+        Sequences with queries are parked until their documents have come. `on_finish()` is called for each episode
+        that ends.
+        """
         scheduler.admit()
         for sequence, documents in fetcher.collect(idle=not scheduler.active):
             self._splice(sequence, documents)
             scheduler.unpark(sequence)
-            if sequence.finish is not None:  # there was no room for documents, nor for an answer
+            if sequence.finish is not None:  # there is no room for documents, nor for an answer
                 scheduler.release(sequence)
-                over()
+                on_finish()
         if self.spans:
-            for sequence in scheduler.at_work:
+            for sequence in scheduler.running:
                 sequence.begin_turn(self.spans)
         self._prefill(scheduler)
         self._decode(scheduler, decoder)
-        for sequence in scheduler.at_work:
+        for sequence in scheduler.running:
             layout = self.layout_of(sequence)
             ended = layout.turn_is_over(sequence)
             if sequence.listener:
@@ -139,25 +141,25 @@ class Engine:
             if self.spans:
                 sequence.record_turn(self.spans)
             layout.close_turn(sequence)
-            if sequence.listener and not (sequence.pending or sequence.held):
+            if sequence.listener and not (sequence.pending or sequence.awaiting_answer):
                 sequence.listener.step(sequence)
             if sequence.finish is not None:
                 scheduler.release(sequence)
-                over()
+                on_finish()
             elif sequence.pending:
                 fetcher.ask(sequence)
                 scheduler.park(sequence)
         fetcher.send(idle=not scheduler.active)
 
     def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
-        """Gives a sequence the documents of its pending queries, which completes its last step."""
+        """Appends the documents of a sequence's pending queries, which completes its last step."""
         self.layout_of(sequence).splice(sequence, documents)
         if sequence.listener:
             sequence.listener.step(sequence)
 
     def _prefill(self, scheduler: Scheduler) -> None:
-        """Runs the given tokens of the rows at work, except the last one of each, which `_decode` runs."""
-        pending = [s.tokens[s.cached : -1] for s in scheduler.at_work]
+        """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
+        pending = [s.tokens[s.cached : -1] for s in scheduler.running]
         for given in passes(pending, self.grant.memory.micro_batch_tokens):
             prefill = Prefill(scheduler.cache, given)
             self.model(prefill.tokens, prefill)
@@ -165,33 +167,33 @@ class Engine:
                 scheduler.rows[row].cached += len(tokens)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> None:
-        """Runs the last token of each row at work and samples the next one."""
-        rows = scheduler.at_work
+        """Runs the last token of each running sequence and samples the next one."""
+        rows = scheduler.running
         if not rows:
             return
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
         logits = linear(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
-        drawn = [*self._sample(logits, rows)]
+        results = [*self._sample(logits, rows)]
         if self.value_head is not None:
-            drawn.append(self.value_head(hidden))
-        # All numbers of a step come in one transfer, because each waits for the device; ids are exact in fp32.
-        tokens, logprobs, *values = torch.stack([x.to(drawn[1]) for x in drawn]).tolist()
-        for sequence, logprob in zip(rows, logprobs):
+            results.append(self.value_head(hidden))
+        # One transfer, because each waits for the device. Token ids are exact in fp32.
+        tokens, logprobs, *values = torch.stack([x.to(results[1]) for x in results]).tolist()
+        values = values[0] if values else [0.0] * len(rows)
+        for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             if math.isnan(logprob):
                 self._explain_overflow(sequence)
-        for i, sequence in enumerate(rows):
             sequence.cached += 1
-            sequence.write([int(tokens[i])])
-            sequence.logprobs.append(logprobs[i])
-            sequence.values.append(values[0][i] if values else 0.0)
+            sequence.write([int(token)])
+            sequence.logprobs.append(logprob)
+            sequence.values.append(value)
 
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
-        told = explain_overflow(self.model, lambda: self.model(tokens))
+        where = explain_overflow(self.model, lambda: self.model(tokens))
         remedy = "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter."
-        raise NotFinite(f"question {sequence.question.id}: what the model says is not a number: {told}", remedy)
+        raise NotFinite(f"question {sequence.question.id}: the model's output is not a number: {where}", remedy)
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B], from logits [B, V]; each row draws from its own stream."""
+        """Tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
         return self.sampler(logits, [s.stream.random() for s in rows])

@@ -1,7 +1,7 @@
-"""Fetches documents on a thread of its own while other episodes go on.
+"""Fetches documents on a thread of its own while other sequences run.
 
-When queries are sent and when documents are taken is counted in the engine's iterations, never by the clock: which
-episodes are decoded together, and so the last bit of every number, is the same in every run.
+Queries are sent and documents are taken after fixed numbers of the engine's iterations, never by the clock. So the
+same sequences are decoded together in every run, and results are equal to the last bit.
 """
 
 from collections import deque
@@ -11,31 +11,31 @@ from r3lite.core.episode import Document, Failure, Retrieve, retrieve_all
 from r3lite.core.spans import Spans
 from r3lite.rollout.sequence import Sequence
 
-GATHER = 8  # iterations for which queries are gathered, so that few are encoded together
-PATIENCE = 16  # iterations after which documents are taken, waiting for them if need be
+GATHER = 8  # iterations for which queries are gathered, to be encoded together
+PATIENCE = 16  # iterations after which documents are taken, and waited for if they have not come
 
-Fetched = tuple[Sequence, list[list[Document]]]  # a sequence and the documents of each query that it waited for
+Fetched = tuple[Sequence, list[list[Document]]]  # a sequence, and the documents of each of its pending queries
 
 
 class Fetcher:
-    """The queries of sequences that wait for documents, all of a sequence's at the same time."""
+    """Collects the pending queries of sequences, and retrieves their documents in batches."""
 
     def __init__(self, retrieve: Retrieve, spans: Spans | None = None):
         self.retrieve, self.spans = retrieve, spans
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrieve")
         self.iteration = 0
-        self.asking: list[Sequence] = []
-        self.asked_at = 0  # iteration of the first of them
-        self.sent: deque[tuple[int, Future]] = deque()  # with the iteration at which the result is taken
+        self.queued: list[Sequence] = []
+        self.queued_since = 0  # iteration at which the first of them was queued
+        self.in_flight: deque[tuple[int, Future]] = deque()  # with the iteration at which the result is taken
 
     def close(self) -> None:
-        """Waits for the queries that are under way, and sends no other."""
+        """Waits for the batch that is being retrieved, and drops the others."""
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
         """Each sequence with the documents of each of its pending queries, by one call of each retriever.
 
-        A query that failed has none, and its sequence says why.
+        A query that fails gets no documents, and the reason becomes its sequence's `failure`.
         """
         asked = [(s.question, search) for s in sequences for search in s.pending]
         start = self.spans.now() if self.spans else 0
@@ -51,26 +51,27 @@ class Fetcher:
         return fetched
 
     def ask(self, sequence: Sequence) -> None:
-        """Takes the pending queries of a sequence, to be sent with others."""
-        if not self.asking:
-            self.asked_at = self.iteration
-        self.asking.append(sequence)
+        """Queues the pending queries of a sequence, to be sent with others."""
+        if not self.queued:
+            self.queued_since = self.iteration
+        self.queued.append(sequence)
 
     def send(self, idle: bool) -> None:
-        """At the end of an iteration: sends what was gathered, at once if no sequence is at work."""
-        if self.asking and (idle or self.iteration - self.asked_at >= GATHER):
-            self.sent.append((self.iteration + PATIENCE, self.worker.submit(self.fetch, self.asking)))
-            self.asking = []
+        """At the end of an iteration: sends the queued queries after GATHER iterations, or at once if `idle`, when no
+        sequence is running."""
+        if self.queued and (idle or self.iteration - self.queued_since >= GATHER):
+            self.in_flight.append((self.iteration + PATIENCE, self.worker.submit(self.fetch, self.queued)))
+            self.queued = []
         self.iteration += 1
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next documents have been asked for and are not there yet."""
-        return bool(self.sent) and not self.sent[0][1].done()
+        """Whether the next batch of documents has not come yet."""
+        return bool(self.in_flight) and not self.in_flight[0][1].done()
 
     def collect(self, idle: bool) -> list[Fetched]:
-        """At the start of an iteration: the documents that are due, or the next ones if no sequence is at work."""
+        """At the start of an iteration: the documents that are due, or if `idle` the next ones; waits for them."""
         fetched: list[Fetched] = []
-        while self.sent and (self.sent[0][0] <= self.iteration or (idle and not fetched)):
-            fetched += self.sent.popleft()[1].result()
+        while self.in_flight and (self.in_flight[0][0] <= self.iteration or (idle and not fetched)):
+            fetched += self.in_flight.popleft()[1].result()
         return fetched

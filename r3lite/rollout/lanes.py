@@ -66,7 +66,7 @@ class Lanes:
         """Takes an opened sequence, which gets a row when one is free."""
         self.inside.append(sequence)
         if sequence.finish is None:  # there was room to begin
-            self.lanes[sequence.adapter][0].todo.append(sequence)
+            self.lanes[sequence.adapter][0].waiting.append(sequence)
 
     @torch.no_grad()
     def iterate(self) -> list[Visitor]:
@@ -76,7 +76,7 @@ class Lanes:
         """
         for scheduler, _ in self.lanes.values():
             self._clear_out(scheduler)
-        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.todo or scheduler.rows]
+        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.waiting or scheduler.rows]
         for name in [name for name in busy if not self._only_waits(name)] or busy:
             scheduler, decoder = self.lanes[name]
             with use_adapter(self.engine.model, name), self.engine.autocast():
@@ -89,14 +89,14 @@ class Lanes:
     def _only_waits(self, name: str | None) -> bool:
         """Whether an iteration of a lane would do nothing but wait for documents, which would hold up the others."""
         scheduler, _ = self.lanes[name]
-        return not scheduler.active and not scheduler.todo and self.fetchers[name].is_waiting
+        return not scheduler.active and not scheduler.waiting and self.fetchers[name].is_waiting
 
     def _clear_out(self, scheduler: Scheduler) -> None:
         """Cuts off the sequences of a lane that go, unless they wait for documents."""
-        for sequence in [s for s in scheduler.todo if s.goes]:
-            scheduler.todo.remove(sequence)
+        for sequence in [s for s in scheduler.waiting if s.goes]:
+            scheduler.waiting.remove(sequence)
             sequence.finish = CUT_OFF
-        for sequence in [s for s in scheduler.at_work if s.goes]:
+        for sequence in [s for s in scheduler.running if s.goes]:
             scheduler.release(sequence)
             sequence.finish = CUT_OFF
 

@@ -95,8 +95,8 @@ class RemoteEngine:
             return ahead.result()
         return self._sampled(self._tickets(questions, seeds), self.adapter, retrieve)
 
-    def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
-        """As Engine.run_on."""
+    def continue_from(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """As Engine.continue_from."""
         pairs = zip(begun, seeds, strict=True)
         tickets = [Ticket(start[0].question, seed, start[0].place, start) for start, seed in pairs]
         return self._sampled(tickets, self.adapter, retrieve)
@@ -111,7 +111,7 @@ class RemoteEngine:
             server.link.calls.end(at_once=True)
         self._pool.shutdown(cancel_futures=True)
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
         counts, self.counts = self.counts, Counter()
         return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}

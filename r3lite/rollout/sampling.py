@@ -1,7 +1,7 @@
-"""From logits to tokens: one uniform number a token, inverse of the cumulative distribution.
+"""From logits to tokens by inverse transform sampling: one uniform number per token.
 
-A sequence's tokens depend on its logits and its own stream of uniforms only, never on what it is batched with. The
-recorded log-probability is that of the temperature-scaled, untruncated distribution: what a trainer recomputes.
+A sequence's tokens depend on its logits and its own stream of uniforms only, never on the rest of the batch. The
+recorded log-probability is that of the temperature-scaled, untruncated distribution, which the trainer recomputes.
 """
 
 import math
@@ -11,28 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's heads have a multiple of it
-BELOW_ONE = math.nextafter(1.0, 0.0)  # a number above 0 times this is less than the number, in float64
+BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's vocabularies are multiples of it
+BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every x > 0, in float64
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Temperature, top-k and top-p sampling; temperature 0 is greedy (and records log-probs at temperature 1)."""
+    """Temperature, top-k and top-p sampling; temperature 0 is greedy, with log-probabilities of temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B] in fp32, one of each per row of logits [B, V].
-
-        `uniforms` has a number in [0, 1) for each row.
-        """
-        wide = logits.float()
-        wide = wide / self.temperature if self.temperature not in (0, 1) else wide
-        if wide.shape[-1] % BLOCK:
-            wide = F.pad(wide, (0, -wide.shape[-1] % BLOCK), value=-math.inf)
-        probs = wide.softmax(-1)  # [B, V]
+        """Tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1)."""
+        scaled = logits.float()
+        scaled = scaled / self.temperature if self.temperature not in (0, 1) else scaled
+        if scaled.shape[-1] % BLOCK:
+            scaled = F.pad(scaled, (0, -scaled.shape[-1] % BLOCK), value=-math.inf)
+        probs = scaled.softmax(-1)  # [B, V], padded to whole blocks
         if self.temperature:
             tokens = _inverse_cdf(self._truncate(probs), uniforms)
         else:
@@ -46,7 +43,7 @@ class Sampler:
             probs = probs.where(probs >= kth, 0)
         if self.top_p < 1:
             ordered, order = probs.sort(-1, descending=True)
-            # A token stays if the likelier ones together do not reach top_p yet: the likeliest always stays.
+            # A token stays if the likelier ones together have less than top_p: the likeliest always stays.
             before = ordered.cumsum(-1) - ordered
             keep = before < self.top_p * probs.sum(-1, keepdim=True)
             probs = torch.zeros_like(probs).scatter(-1, order, ordered.where(keep, 0))
@@ -54,24 +51,24 @@ class Sampler:
 
 
 def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
-    """The tokens [B, 1] at which the cumulative probabilities [B, V] pass one uniform number each, times their sum.
+    """The first token of each row, [B, 1], at which the cumulative sum of probs [B, V] exceeds uniform * total.
 
-    First the block, then the token in it, so that the running sum of a whole row is never in memory. Sums are in
-    float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. Comparisons with NaN
-    are false, so of a row of NaNs it is the first token; the log-probability will show it.
+    First the block is found, then the token in it, so that the cumulative sum of a whole row is never in memory. Sums
+    are in float64: in fp32 the error of a sum over 150,000 tokens exceeds a rare token's probability. Comparisons with
+    NaN are false: a row of NaNs gives token 0, with log-probability NaN.
     """
     device = probs.device
-    blocks = (probs.cpu() if device.type == "mps" else probs).unflatten(-1, (-1, BLOCK))  # Apple's has no float64
+    blocks = (probs.cpu() if device.type == "mps" else probs).unflatten(-1, (-1, BLOCK))  # MPS has no float64
     ends = torch.zeros(len(blocks), blocks.shape[1] + 1, dtype=torch.float64, device=blocks.device)
     torch.sum(blocks, -1, dtype=ends.dtype, out=ends[:, 1:])
     ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
     drawn = torch.tensor(uniforms, dtype=ends.dtype).to(ends.device, non_blocking=True)[:, None]
-    target = drawn * ends[:, -1:]  # [B, 1], below the sum because no uniform number is above BELOW_ONE
+    target = drawn * ends[:, -1:]  # [B, 1], below the total because no uniform number is above BELOW_ONE
     block = (ends[:, 1:] <= target).sum(-1, keepdim=True)
     target = target - ends.gather(-1, block)
     found = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [B, BLOCK]
     inside = found.cumsum(-1, dtype=ends.dtype)
-    # Kept below the sum, which is rounded otherwise than the block's: past it are tokens without probability.
+    # Kept below the block's sum, which here is rounded in another way: beyond it are tokens of probability 0.
     target = torch.minimum(target, inside[:, -1:] * BELOW_ONE)
     within = (inside <= target).sum(-1, keepdim=True)
     return torch.add(within, block, alpha=BLOCK).to(device)

@@ -1,7 +1,7 @@
-"""Which episode is in which row of the KV cache.
+"""Which sequence is in which row of the KV cache.
 
-Rows 0 .. active-1 are at work; those after them wait for documents, so that an iteration costs what the rows at work
-cost. An episode that ends frees its row, and the next one takes it. Knows lengths and tokens; runs no model.
+Rows 0 .. active-1 are running; those after them are parked while they wait for documents, so that the model runs on
+running rows only. A sequence that ends frees its row for the next waiting one. Runs no model.
 """
 
 from collections.abc import Iterator
@@ -11,53 +11,53 @@ from itertools import takewhile
 from r3lite.models.kv_cache import KVCache
 from r3lite.rollout.sequence import Sequence
 
-LEAST_SHARED = 16  # fewer common tokens than this are prefilled again rather than copied
+LEAST_SHARED = 16  # a shorter common prefix is prefilled again rather than copied
 
 
 @dataclass
 class Scheduler:
-    """Assigns sequences to the rows of a cache, in the order in which they came."""
+    """Assigns sequences to the rows of a cache, first come, first served."""
 
-    todo: list[Sequence]
+    waiting: list[Sequence]  # without a row
     cache: KVCache
     rows: list[Sequence] = field(default_factory=list)  # rows[i] is in row i of the cache
-    active: int = 0
-    left: Sequence | None = None  # the last one released: if all rows are free, row 0 still holds it
+    active: int = 0  # number of running rows, which come first
+    last_released: Sequence | None = None  # if all rows are free, row 0 of the cache still has its tokens
 
     @property
-    def at_work(self) -> list[Sequence]:
+    def running(self) -> list[Sequence]:
         return self.rows[: self.active]
 
     def admit(self) -> None:
-        """Gives free rows to sequences that have not begun.
+        """Gives free rows to waiting sequences.
 
-        If another row has the same first tokens (the prompt of the same question, or at least the instructions), they
-        are copied. If that row is about to be prefilled, the sequence waits until they can be: one iteration.
+        A prefix that another row has too (the prompt of the same question, or the instructions) is copied from it. If
+        that row is yet to be prefilled, the sequence waits for one iteration, until the prefix can be copied.
         """
         room = len(self.cache.lengths) - len(self.rows)
-        for sequence in list(self.todo):
+        for sequence in list(self.waiting):
             if not room:
                 return
             shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
             coming = max((n for n, cached, _ in shared if cached < n), default=0)
-            ready = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
-            if coming >= LEAST_SHARED and coming > ready[0]:
+            ready, source = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
+            if coming >= LEAST_SHARED and coming > ready:
                 continue
-            self.todo.remove(sequence)
+            self.waiting.remove(sequence)
             room -= 1
             self.rows.append(sequence)
             row = len(self.rows) - 1
             self.cache.lengths[row] = 0
-            if ready[0] >= LEAST_SHARED:
-                self.cache.copy(ready[1], row, ready[0])
-                sequence.cached = ready[0]
+            if ready >= LEAST_SHARED:
+                self.cache.copy(source, row, ready)
+                sequence.cached = ready
             self._swap(row, self.active)
             self.active += 1
 
     def _distinct(self) -> Iterator[tuple[int, Sequence]]:
-        """One row for each question, preferably one with its prompt in the cache."""
-        if not self.rows and self.left:
-            yield 0, self.left
+        """One row of each question, if possible one whose prompt is in the cache."""
+        if not self.rows and self.last_released:
+            yield 0, self.last_released
         best: dict[int, int] = {}
         for i, sequence in enumerate(self.rows):
             key = id(sequence.question)
@@ -66,20 +66,20 @@ class Scheduler:
         yield from ((i, self.rows[i]) for i in best.values())
 
     def park(self, sequence: Sequence) -> None:
-        """Takes a sequence from the rows at work, such as one that waits for documents."""
+        """Moves a running sequence behind the running rows, to wait for documents."""
         self.active -= 1
         self._swap(self.rows.index(sequence), self.active)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Puts a sequence whose documents have come back among the rows at work."""
+        """Moves a parked sequence, whose documents have come, back among the running rows."""
         self._swap(self.rows.index(sequence), self.active)
         self.active += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the row of a finished sequence, which was at work."""
+        """Frees the row of a running sequence."""
         self.park(sequence)
         self._swap(self.active, len(self.rows) - 1)
-        self.left = self.rows.pop()
+        self.last_released = self.rows.pop()
 
     def _swap(self, i: int, j: int) -> None:
         self.cache.swap(i, j)
@@ -87,7 +87,7 @@ class Scheduler:
 
 
 def passes(pending: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Rows and the tokens of them that are prefilled together: at most `limit`."""
+    """Splits the tokens to prefill of rows 0, 1, ... into passes of at most `limit` tokens: lists of (row, tokens)."""
     given, room = [], limit
     for row, tokens in enumerate(pending):
         while tokens:
@@ -101,10 +101,10 @@ def passes(pending: list[list[int]], limit: int) -> Iterator[list[tuple[int, lis
 
 
 def _shared(sequence: Sequence, other: Sequence) -> int:
-    """Length of the common prefix of two sequences; the last token of each does not count.
+    """Length of the common prefix of two sequences without the last token of each.
 
-    That of `sequence` is run to sample the next one. That of `other` is not in the cache as long as it is the last: a
-    sequence that begins as `other` goes on would otherwise wait for it, step by step.
+    The last token of `sequence` has to be run, to sample the next one. The last token of `other` is not yet in the
+    cache: if it counted, `sequence` could wait for one more token of `other` in each iteration.
     """
     if sequence.question is other.question and other.tokens[: len(sequence.tokens)] == sequence.tokens:
         return len(sequence.tokens) - 1

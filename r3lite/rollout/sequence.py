@@ -1,5 +1,4 @@
-"""One sampled episode as it grows: a transcript with the log-probabilities and values of what was sampled; and what is
-told of it meanwhile."""
+"""One episode while it is sampled: its transcript, with log-probabilities and values of the action tokens."""
 
 import random
 from collections.abc import Callable
@@ -11,35 +10,34 @@ from r3lite.protocols.transcript import Transcript
 
 @dataclass
 class Listener:
-    """What is called while one episode is sampled, on the engine's thread; an error that it raises ends the run.
+    """Callbacks for one episode, which the engine's thread calls; an error that they raise ends the run.
 
-    `text` gets what the model writes, piece by piece: the pieces of a turn make up its `Layout.readable`. `step` gets
-    the sequence whenever its last step is complete: with the documents of its query, or at the end of a turn that asks
-    for none.
+    `text` gets the text of a turn piece by piece; the pieces add up to `Layout.readable`. `step` gets the sequence
+    whenever a step is complete: with the documents of its queries, or at the end of a turn without queries.
     """
 
     text: Callable[[str], None]
     step: Callable[["Sequence"], None]
-    heard: int = 0  # characters of the current turn
+    passed_on: int = 0  # characters of the current turn
 
     def hear(self, readable: str, ended: bool) -> None:
         """Passes on what is new in the current turn's text; `ended`: the turn is over."""
-        if len(readable) > self.heard:
-            self.text(readable[self.heard :])
-        self.heard = 0 if ended else len(readable)
+        if len(readable) > self.passed_on:
+            self.text(readable[self.passed_on :])
+        self.passed_on = 0 if ended else len(readable)
 
 
 @dataclass
 class Sequence(Transcript):
-    """A transcript whose turns are sampled; `logprobs` and `values` have one number for each action token."""
+    """A transcript whose N action tokens are sampled."""
 
-    stream: random.Random = field(kw_only=True)  # the sequence's own: one uniform number a token
-    logprobs: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the state before the token; 0 without a critic
-    cached: int = 0  # tokens that the KV cache holds
+    stream: random.Random = field(kw_only=True)  # of this sequence alone: one uniform number per sampled token
+    logprobs: list[float] = field(default_factory=list)  # [N] of the temperature-scaled, untruncated distribution
+    values: list[float] = field(default_factory=list)  # [N] of the states before the action tokens; 0 without a critic
+    cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
-    place: int = 0  # among those that are sampled together
-    turn_began: int = 0  # when the current turn did, if spans are recorded
+    place: int = 0  # index among the sequences that are sampled together
+    turn_began: int = 0  # nanoseconds since 1970, if spans are recorded
 
     def begin_turn(self, spans: Spans) -> None:
         """Notes the time, if nothing of the current turn has been sampled."""
@@ -54,11 +52,11 @@ class Sequence(Transcript):
         )  # fmt: skip
 
     def restarted(self, steps: int, stream: random.Random) -> "Sequence":
-        """A sequence that stands where this one stood after so many steps, with the documents of the last of them.
+        """A copy of the sequence up to the turn after its first `steps` steps, to be continued with `stream`.
 
-        What was sampled until then keeps its log-probabilities and values; what follows is drawn from `stream`.
+        It keeps the documents of these steps, and the log-probabilities and values of their action tokens.
         """
-        start = self.action_mask.index(True, self.step_ends[steps - 1] + 1)  # of the turn after these steps
+        start = self.action_mask.index(True, self.step_ends[steps - 1] + 1)  # first token of the next turn
         sampled = sum(self.action_mask[:start])
         return Sequence(
             self.question,

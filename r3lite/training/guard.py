@@ -107,6 +107,10 @@ class Guard:
                 alarms.append(Alarm(limit, message + (f", {needed} {unit} in a row" if needed > 1 else "")))
         return alarms[0] if alarms and self.settings.guard != "off" else None
 
+    def first_rounds(self, record: dict) -> list[Numbers]:
+        """The first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
+        return [*self.first, watched(record)] if self.rounds + 1 == self.start_rounds else []
+
     def validated(self, step: int, each: Sequence[float]) -> None:
         """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
         self.validations += 1

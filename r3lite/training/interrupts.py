@@ -11,11 +11,11 @@ from r3lite.devices.ranks import ALONE, Ranks
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt or Terminated at once while a step has changed no weight; else later.
+    """Raises KeyboardInterrupt or Terminated at once if the current step has changed no weight, else after the step.
 
-    A step cut in half could not be resumed exactly, so one that has begun to change weights is completed, and the
-    loop then finds the interruption in `pending`. A second Ctrl-C raises at once, whatever is lost. Several processes
-    begin an update only together, so none of them leaves before it while another one completes it.
+    A step that has begun to change weights could not be resumed exactly, so it is completed; the interruption waits in
+    `pending` until then. A second Ctrl-C raises at once, and the step is lost. The ranks of a run begin an update
+    together, so that none leaves before it while another one completes it.
     """
 
     def __init__(self, precision: Precision, ranks: Ranks = ALONE):
@@ -42,7 +42,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A step; it is entered with its weights unchanged."""
+        """The block of one step, whose weights are unchanged at its beginning."""
         self.precision.changed_weights = self.precision.updating = False
         self.inside_step = True
         try:
@@ -52,7 +52,7 @@ class Interrupts:
             self.inside_step = False
 
     def agree(self) -> bool:
-        """Whether the run must be left here: all processes leave it after the same step, whichever was asked to."""
+        """Whether to stop after this step: if one rank was interrupted, all ranks stop after the same step."""
         if self.ranks.any(self.pending is not None):
             self.pending = self.pending or Terminated
         return self.pending is not None

@@ -1,7 +1,7 @@
-"""The loop around a step: schedule, log, checkpoints, interruptions.
+"""The training loop: learning rate, steps, log, checkpoints, interruptions.
 
-Knows no algorithm: a recipe hands it a trainer whose `step(n)` does the work. The same loop serves SFT (one optimizer
-step a step) and RL (a round of rollouts with several optimizer steps).
+Knows no algorithm: a `Trainer` takes the steps. A step of SFT is one optimizer step; a step of RL is a round of
+rollouts with several optimizer steps.
 """
 
 import sys
@@ -20,38 +20,34 @@ from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import SpanLog
 
-REHEARSED = ("cuda",)  # kinds of devices whose memory may not be there when it is asked for
+REHEARSED = ("cuda",)  # device types whose allocator may run out of memory in spite of the plan
 
 
 class Trainer(Protocol):
-    """What a recipe hands to `train`."""
+    """Takes the steps of a run of SFT or RL."""
 
     state: TrainState
-    total: int  # steps of the whole run; the learning-rate schedule spans them
+    total: int  # steps of the whole run, over which the learning-rate schedule goes
 
     def step(self, number: int) -> tuple[dict, int]:
-        """Takes step `number`, counted from 1; its metrics, and how many tokens it processed.
+        """Takes step `number` = 1, 2, ...; returns its metrics, and how many tokens it processed.
 
-        It may call `state.update` any number of times; the learning rate is set before it.
+        The learning rate is set; it may take several optimizer steps.
         """
-        ...
 
     def rehearse(self) -> None:
-        """Does the largest pass of the run, and leaves no trace but the smaller figures with which it fits."""
-        ...
+        """Runs the largest forward and backward pass of the run; if memory runs out, its figures are made smaller."""
 
     def explain_overflow(self) -> str:
-        """Where the activations of the step that failed last overflowed."""
-        ...
+        """Which layer's activations overflowed first in the last micro-batch."""
 
 
 def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, spans: Spans | None = None) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
-    On a card the largest pass is rehearsed before: what does not fit fails in the first seconds and not hours later.
-
-    `oversight` validates between steps, and may change weights and learning rates there. What the trainer records in
-    `spans` is written as --track-spans says.
+    On a GPU the largest pass is run first, so that a lack of memory shows in the first seconds and not after hours.
+    `oversight` validates between steps, and may restore the best checkpoint's weights. `spans`, which the trainer
+    records, are written as --track-spans says.
     """
     state, total = trainer.state, trainer.total
     done = run.begin(state)
@@ -80,7 +76,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
             for number in range(done + 1, last + 1):
                 interrupts.leave_if_asked()
                 with span_log.step(number):
-                    record, must_save = steps.take_overseen(number)
+                    record, must_save = steps.take_with_oversight(number)
                     log.write(record)
                     if interrupts.agree() or must_save or number == last or (every and number % every == 0):
                         with span(spans, "checkpoint"):
@@ -104,7 +100,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Takes the steps of a run one by one."""
+    """What one step needs, and the step itself."""
 
     run: RunFolder
     trainer: Trainer
@@ -112,8 +108,8 @@ class _Steps:
     log: metrics.MetricsLog
     interrupts: Interrupts
 
-    def take_overseen(self, number: int) -> tuple[dict, bool]:
-        """Takes one step and looks after it: its record, and whether a checkpoint must be written."""
+    def take_with_oversight(self, number: int) -> tuple[dict, bool]:
+        """Takes a step, then validates if it is time; returns the record, and whether a checkpoint must be written."""
         failure = None
         try:
             record = self.take(number)
@@ -125,31 +121,31 @@ class _Steps:
         return record | more, must_save
 
     def take(self, number: int) -> dict:
-        """Takes one step and makes its record.
+        """Takes a step and returns its record.
 
-        A step that ends early, before it changed a weight, counts as not taken: the state before it is saved.
+        A step that fails or is interrupted before it changed a weight is undone, and the state before it is saved.
         """
         trainer, state, settings = self.trainer, self.trainer.state, self.run.settings
         shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
-        share = optim.rate(number, trainer.total, *shape)
+        factor = optim.rate(number, trainer.total, *shape)
         scale = self.oversight.guard.rate_scale if self.oversight else 1.0
-        learning_rate = optim.set_rate(state.optimizer, share * scale)
+        learning_rate = optim.set_rate(state.optimizer, factor * scale)
         before, start = state.snapshot(), time.perf_counter()
         self.run.ranks.begin_step(f"{self.run.settings['seed']}/{number}")
         try:
             with self.interrupts.step():
-                measured, tokens = trainer.step(number)
+                step_metrics, tokens = trainer.step(number)
         except (KeyboardInterrupt, Terminated, R3LiteError) as error:
             if not state.precision.changed_weights:
                 state.rewind(before)
                 self.save(number - 1)
-            if isinstance(error, NonFiniteGradients) and self.run.ranks.first:  # others may have had no row
+            if isinstance(error, NonFiniteGradients) and self.run.ranks.first:  # another rank may have run no row
                 raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
             raise
         seconds = time.perf_counter() - start
         state.num_tokens += tokens
         state.seconds += seconds
-        record = {"step": number, **measured, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
+        record = {"step": number, **step_metrics, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
         if state.precision.scaler is not None:
             record["skipped_steps"] = state.precision.skipped
         return record | {
@@ -159,6 +155,6 @@ class _Steps:
         }
 
     def save(self, number: int) -> None:
-        """Writes the checkpoint of a step, which is not newer than the log."""
+        """Writes the checkpoint of a step, after the log: no checkpoint may be newer than it."""
         self.log.sync()
         self.run.save(self.trainer.state, number)

@@ -1,6 +1,6 @@
-"""The run's log: one record a step in `metrics.jsonl`, and the same record as one progress line.
+"""The run's log: one record per step in `metrics.jsonl`, and the same record as a progress line.
 
-Metrics that TRL has too bear its names (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
+Metrics have TRL's names if it has them (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
 """
 
 import contextlib
@@ -9,8 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +18,18 @@ from tqdm import tqdm
 
 from r3lite.core.errors import explained
 from r3lite.core.files import own_records
-from r3lite.core.spans import Spans, span
 from r3lite.devices.live_tensors import MIB
 
 if TYPE_CHECKING:
     from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
-# Metrics that differ from run to run; all others are equal to the bit in a repeated run. (`judge/` counts the calls and
-# the cost of one process; verdicts from before a resume come from the cache.)
+# Metrics that differ between repeated runs; all others are equal to the bit. (`judge/` counts the calls and the cost of
+# one process; after a resume, earlier verdicts come from the cache.)
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its own guess of the time left
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its estimate of the remaining time
 
 
 def repeatable(record: dict) -> dict:
@@ -73,10 +71,9 @@ def _peak_memory_mib_on_windows() -> float | None:
 
 
 def with_perplexity(record: dict) -> dict:
-    """A record of SFT, whose losses are means over tokens in nats, with the perplexity of each: exp of the loss.
+    """A record of SFT with the perplexity of each loss, exp(loss); losses are means over tokens, in nats.
 
-    A perplexity of n means that the model is as unsure as if it chose among n equally likely tokens. One beyond what a
-    float holds is infinite, which the log writes as null.
+    A perplexity that a float cannot hold is infinite, which the log writes as null.
     """
     for name in (name for name in ("loss", "eval_loss") if name in record):
         try:
@@ -90,14 +87,14 @@ def with_perplexity(record: dict) -> dict:
 def means_by_source(
     metric: str, shares: Mapping[str, torch.Tensor | float], tokens: Mapping[str, int]
 ) -> dict[str, float]:
-    """A mean over the tokens of all sources, of which each source adds its share; and as `METRIC/NAME` the mean over
-    the tokens of each source that has a name."""
+    """`metric`, the sum of each source's share of the mean over all tokens; and as `METRIC/NAME` the mean over the
+    tokens of each named source."""
     count, found = sum(tokens.values()), {metric: float(sum(shares.values()))}
     named = {name: float(share) for name, share in sorted(shares.items()) if name}
     return found | {f"{metric}/{name}": share * count / tokens[name] for name, share in named.items()}
 
 
-# How a metric is shown in the progress line, in this order; those that a record lacks are left out.
+# The metrics of the progress line in order, with their formats; those that a record lacks are left out.
 SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
@@ -113,10 +110,9 @@ SHOWN = {
 
 
 class Clock:
-    """Tells how long a run still takes, by the mean time of this process's steps and of what lies between them.
+    """Estimates the remaining time of a run by the mean time from step to step in this process.
 
-    The first step takes longer, because kernels are loaded and memory is first asked for in it. It counts only while it
-    is the only one.
+    The first step takes longer, because kernels are loaded and memory is allocated. It counts only until the second.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -140,7 +136,7 @@ def writing(path: Path) -> contextlib.AbstractContextManager:
 
 
 def _plain(value):
-    """JSON has no nan and no inf: they become null."""
+    """The value for JSON, which has no nan and no inf: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -167,7 +163,7 @@ class MetricsLog:
         if self.tracker:
             self.tracker.write(record)
         if not record["step"]:
-            self.clock = Clock()  # a validation before the first step is no part of it
+            self.clock = Clock()  # the validation before the first step does not count
         left = self.clock.left(self.total - record["step"]) if record["step"] else None
         line = "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
         line += f"  ETA {tqdm.format_interval(left)}" if left else ""
@@ -190,7 +186,7 @@ class MetricsLog:
 
 
 class NoLog(MetricsLog):
-    """The log of a process that is not the first of its run: it writes nothing."""
+    """The log of all ranks but the first, which writes nothing."""
 
     def __init__(self):
         pass
@@ -199,7 +195,7 @@ class NoLog(MetricsLog):
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a log. A last line torn by a kill is left out; any other line without a step is refused."""
+    """The records of a log. A last line that a kill cut off is left out; any other line without a step is an error."""
     return _read(path)[0]
 
 
@@ -212,24 +208,8 @@ def _is_record(record: dict) -> bool:
 
 
 def up_to(path: Path, step: int) -> list[dict]:
-    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is reported."""
+    """The records of a log up to a step, which a resumed run keeps; warns of a last line that was cut off."""
     records, torn = _read(path)
     if torn:
         print(f"{path}: the last line is torn and is left out", file=sys.stderr)
     return [record for record in records if record["step"] <= step]
-
-
-@dataclass
-class Stopwatch:
-    """Seconds of each stage of a step, as `time/<stage>`; each is a span as well, if spans are recorded."""
-
-    spans: Spans | None = None
-    laps: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Times the block."""
-        start = time.perf_counter()
-        with span(self.spans, name):
-            yield
-        self.laps[f"time/{name}"] = time.perf_counter() - start

@@ -16,7 +16,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each paramet
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by a name that is unique in the run, that share a peak learning rate."""
+    """Parameters with one peak learning rate, by names that are unique in the run."""
 
     parameters: dict[str, nn.Parameter]
     learning_rate: float
@@ -54,7 +54,7 @@ def rate(step: int, total: int, warmup: float, floor: float, schedule: str = "co
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
-    """Gives every group its share of its own peak; returns the first group's learning rate."""
+    """Sets each group's learning rate to `share` times its peak; returns that of the first group."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * share
     return optimizer.param_groups[0]["lr"]
@@ -71,7 +71,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The inverse of `state_tensors`."""
-    if isinstance(optimizer, AdamW8):  # whose codes PyTorch would make numbers of
+    if isinstance(optimizer, AdamW8):  # PyTorch would convert its uint8 codes to floats
         for name, parameter in parameters(optimizer).items():
             found = {key.rpartition(".")[2]: key for key in tensors if key.rpartition(".")[0] == name}
             optimizer.state[parameter] = {

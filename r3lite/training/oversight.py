@@ -1,6 +1,6 @@
-"""Looks after a run between its steps: validates it, keeps the best checkpoint, and does what the guard asks for.
+"""Between the steps of a run: validations, the best checkpoint, and rollbacks when the guard raises an alarm.
 
-Knows no algorithm and no data: what a validation is, the recipe hands in.
+Knows no algorithm and no data: the command hands in the validation.
 """
 
 import sys
@@ -24,14 +24,13 @@ class Collapse(R3LiteError):
 
 
 class Validation(Protocol):
-    """What a recipe hands in to have its model measured on questions that it is not trained on."""
+    """Measures the model on held-out questions."""
 
     def measure(self) -> tuple[dict, list[float] | None]:
         """The metrics, and the F1 of each question in an order that never changes.
 
         None instead of the F1s if the retriever failed at a question; the metric `retrieval_failures` counts those.
         """
-        ...
 
 
 class Oversight:
@@ -68,7 +67,7 @@ class Oversight:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether an alarm brings the best checkpoint's weights back, rather than a warning."""
+        """Whether an alarm restores the weights of the best checkpoint, instead of only printing a warning."""
         return self.guard.settings.guard == "roll-back" and self.best is not None
 
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
@@ -126,7 +125,7 @@ class Oversight:
         return measured | {"time/validate": time.perf_counter() - start}, each
 
     def _heed(self, step: int, alarm: Alarm) -> bool:
-        """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
+        """Prints an alarm and acts on it: warns, rolls back or ends the run; returns whether weights have changed."""
         s, guard = self.guard.settings, self.guard
         wrong = f"step {step}: {alarm.message}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
         if not self.can_go_back:

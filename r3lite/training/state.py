@@ -20,7 +20,7 @@ LATER = ("guard",)  # parts that checkpoints of earlier versions lack: they begi
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint keeps, as JSON; tensors by name, under `tensors`, in a file of their own."""
+    """A part of a run that checkpoints keep: JSON values, and under `tensors` tensors by name."""
 
     def state_dict(self) -> dict: ...
 
@@ -29,23 +29,23 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainState:
-    """Optimizer, precision and whatever else a resumed run must find again."""
+    """Optimizer, precision and all else that an exact resume needs."""
 
     optimizer: torch.optim.AdamW | AdamW8  # the former made by optim.adamw
     precision: Precision
     max_grad_norm: float
     save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form, or the model, into a folder
     result: str = ADAPTER  # or MODEL: the name of that folder in a run
-    data: str = ""  # fingerprint of what is trained on: a run is resumed on the same data only
+    data: str = ""  # fingerprint of the training data: a run can only be resumed on the same
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
-    parts: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints keep, by name
-    num_tokens: int = 0  # processed so far, padding not counted
+    parts: dict[str, Stateful] = field(default_factory=dict)  # further parts of checkpoints, by name
+    num_tokens: int = 0  # processed so far, without padding
     seconds: float = 0.0  # spent in steps so far
     ranks: Ranks = ALONE
 
     def update(self) -> tuple[float, bool]:
         """One optimizer step on the gradients of all ranks, clipped together; see Precision.step."""
-        if isinstance(self.optimizer, AdamW8):  # which has updated them one by one
+        if isinstance(self.optimizer, AdamW8):  # which has updated each weight during the backward pass
             return self.optimizer.finish(), False
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.precision.updating = True
@@ -53,25 +53,25 @@ class TrainState:
         return self.precision.step(self.optimizer, parameters, self.max_grad_norm)
 
     def weights_fingerprint(self) -> int:
-        """Tells weights apart that are to be trained."""
+        """A checksum of the trainable weights."""
         found = 0
         for parameter in optim.parameters(self.optimizer).values():
             found = zlib.crc32(parameter.detach().cpu().flatten().view(torch.uint8).numpy(), found)
         return found
 
     def snapshot(self) -> dict[str, Any]:
-        """What a step may change before it changes a weight; for `rewind`."""
+        """All that a step may change before its first weight update; for `rewind`."""
         kept = {name: part.state_dict() for name, part in self.parts.items()}
         return {"random": random_state(), "kept": kept, "num_tokens": self.num_tokens, "seconds": self.seconds}
 
     def rewind(self, snapshot: dict[str, Any]) -> None:
-        """Undoes a step that changed no weight."""
+        """Undoes a step that has not changed a weight."""
         set_random_state(snapshot["random"])
         self._load_parts(snapshot["kept"])
         self.num_tokens, self.seconds = snapshot["num_tokens"], snapshot["seconds"]
 
     def checkpoint(self, step: int, run: dict) -> Checkpoint:
-        """All that an exact resume needs, after step `step`; `run` tells which run it is (command, settings, base)."""
+        """The checkpoint after step `step`; `run` identifies the run (command, settings, base)."""
         snapshot = self.snapshot()
         tensors = {
             "weights": optim.parameters(self.optimizer),
@@ -85,7 +85,7 @@ class TrainState:
         return Checkpoint(step, tensors, described | snapshot)
 
     def restore(self, loaded: Checkpoint) -> None:
-        """Goes on from a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
+        """Loads a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
         self.precision.load_state_dict(loaded.state["precision"])
         parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
@@ -103,7 +103,7 @@ class TrainState:
         self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
 
     def go_back(self, loaded: Checkpoint) -> None:
-        """Takes the weights and the optimizer's moments of a checkpoint of this run; all else stays as it is."""
+        """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
         with torch.no_grad():
             for name, parameter in optim.parameters(self.optimizer).items():
                 parameter.copy_(loaded.tensors["weights"][name])
@@ -118,7 +118,7 @@ class TrainState:
             part.load_state_dict(kept[name])
 
     def differences(self, kept: dict[str, dict]) -> list[str]:
-        """What the parts keep now and did not keep then, such as `memory.loss_chunk 128 -> 64`."""
+        """The values of the parts that differ from a checkpoint's, such as `memory.loss_chunk 128 -> 64`."""
         return [
             f"{name}.{key} {kept[name][key]} -> {value}"
             for name, part in self.parts.items()

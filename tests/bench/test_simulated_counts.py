@@ -7,7 +7,7 @@ from torch import nn
 
 from bench.simulated_cuda import SimulatedCuda
 from r3lite.models.functions import rms_norm
-from r3lite.rl.sums import sampling_metrics
+from r3lite.rl.losses import sampling_metrics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
 CUDA = torch.device("cuda", 0)
@@ -203,4 +203,4 @@ def test_a_wait_tells_where_in_r3lite_it_happens(card):
     sampling_metrics([torch.zeros(2, 3, device="cuda")], 0.2, 0.2)
     found = (card.so_far() - before).waits
     assert found and {w.where[0].partition(" ")[2] for w in found} == {"sampling_metrics"}
-    assert all(", rl/sums.py:" in str(w) for w in found), [str(w) for w in found]
+    assert all(", rl/losses.py:" in str(w) for w in found), [str(w) for w in found]

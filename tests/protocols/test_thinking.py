@@ -75,7 +75,7 @@ def test_a_thought_that_runs_out_of_room_is_ended_before_the_answer(layout):
     transcript = opened(layout)
     layout.lengths = LengthSettings(max_length=4000, max_new_tokens=10)
     said(layout, transcript, "Hm, which book may this have been?", ends=False)
-    assert transcript.held is not None
+    assert transcript.awaiting_answer is not None
     given = shown(layout, transcript.tokens)
     assert "</think>" in given.partition("Hm, which")[2]
 

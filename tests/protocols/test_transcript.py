@@ -6,7 +6,8 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.r3 import R3
+from r3lite.protocols.markup import Tag
+from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
 from r3lite.protocols.transcript import LEAST_DOCUMENT, LONGEST_TITLE, OPENINGS, Layout, Transcript
@@ -160,10 +161,10 @@ def test_a_turn_that_ran_out_of_room_keeps_its_analysis_and_answers(layout, prot
     """Only the heading of the answer is given, in the same turn."""
     transcript = opened(layout)
     speak(layout, transcript, protocol.render(Step("x" * 200, answer="what"), 1)[:150])
-    if transcript.held is None:
+    if transcript.awaiting_answer is None:
         assert protocol.plans and transcript.finish == CUT_OFF  # what is cut off is a plan
         return
-    assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.held.analysis
+    assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.awaiting_answer.analysis
     turns = transcript.tokens.count(layout.tokenizer._marked.token_to_id("<|im_start|>"))
     speak(layout, transcript, " here" if protocol.user_turns else f" here {protocol.answer.closing}")
     assert (
@@ -209,6 +210,23 @@ def test_a_turn_is_over_at_the_token_that_completes_a_stop_string(layout, protoc
         assert layout.turn_is_over(transcript)
 
 
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        Tags("Q: {question}", search=Tag("<探す>", "</探す>")),
+        R3("Q: {question}", "D: {documents}", names=Headings(documents="見つけた文書")),
+    ],
+)
+def test_a_stop_string_whose_characters_take_several_tokens_ends_a_turn(layout, protocol):
+    """It was looked for in as many tokens as it has characters, and in tokens that have its last character whole."""
+    stop = protocol.stop_strings[0]
+    transcript = opened(layout)
+    for token in layout.tokenizer.encode(f"ask {stop}"):
+        assert not transcript.turn or not layout.turn_is_over(transcript)
+        transcript.write([token])
+    assert layout.turn_is_over(transcript)
+
+
 def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, protocol):
     """What must fit after the documents: a whole turn, and the forced answer after it."""
     seen = set()
@@ -219,7 +237,7 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
         layout.splice(transcript, [DOCUMENTS])
         documents = [d for step in transcript.steps for d in step.documents]
         seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
-        if step := transcript.held or (transcript.finish and transcript.steps[0]):
+        if step := transcript.awaiting_answer or (transcript.finish and transcript.steps[0]):
             assert not documents and not step.searches
         else:
             assert documents and len(transcript.tokens) + 100 <= limit
@@ -236,7 +254,7 @@ def test_a_long_title_takes_no_more_room_than_a_title_may(tokenizer, protocol):
         ask(layout, transcript)
         layout.splice(transcript, [documents])
         found = transcript.steps[0].documents
-        assert transcript.held is None and not transcript.steps[0].faults
+        assert transcript.awaiting_answer is None and not transcript.steps[0].faults
         assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in documents]
         (cut,) = (d.title for d in found if d.id == "9")
         assert endless.title.startswith(cut) and 0 < len(tokenizer.encode(cut)) <= LONGEST_TITLE
@@ -251,7 +269,7 @@ def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer
     ask(layout, transcript)
     layout.lengths = replace(layout.lengths, max_length=len(transcript.tokens) + 200)
     layout.splice(transcript, [DOCUMENTS])
-    step = transcript.held or transcript.steps[-1]
+    step = transcript.awaiting_answer or transcript.steps[-1]
     assert step.faults == ("no_room",) and "no room for documents" in protocol.faults["no_room"]
 
 
@@ -269,7 +287,7 @@ def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
     )
     assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings(format=name))))
     transcript = opened(layout)
-    assert transcript.held == Step()
+    assert transcript.awaiting_answer == Step()
     assert layout.tokenizer.decode(transcript.tokens).endswith(layout.protocol.answer_heading)
 
 

@@ -7,8 +7,7 @@ from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Search, Step
 from r3lite.core.invocation import resolve
-from r3lite.rewards.curriculum import changes_at, changing_weights, of_round
-from r3lite.rewards.registry import needs_verdict
+from r3lite.rewards.registry import changing_weights, needs_verdict, settings_of_round, weights_change_at
 from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
@@ -25,21 +24,21 @@ def settings(**more) -> RewardSettings:
 
 
 def weights(of: RewardSettings, number: int) -> list[float]:
-    return [entry["weight"] for entry in of_round(of, number).rewards]
+    return [entry["weight"] for entry in settings_of_round(of, number).rewards]
 
 
 def test_the_hard_switch_comes_after_the_last_round_of_the_curriculum():
     r_search = settings()
     assert [weights(r_search, n) for n in (1, 30)] == [[0.4, -0.3, 2.0]] * 2
     assert [weights(r_search, n) for n in (31, 1000)] == [[0.25, 0.5, 2.0]] * 2
-    assert [n for n in range(1, 100) if changes_at(r_search, n)] == [31]
+    assert [n for n in range(1, 100) if weights_change_at(r_search, n)] == [31]
 
 
 def test_the_linear_switch_goes_on_in_equal_parts():
     linear = settings(curriculum_rounds=4, curriculum_switch="linear")
     found = [weights(linear, n)[1] for n in range(1, 8)]
     assert found == pytest.approx([-0.3, -0.1, 0.1, 0.3, 0.5, 0.5, 0.5])
-    assert [n for n in range(1, 9) if changes_at(linear, n)] == [2, 3, 4, 5]
+    assert [n for n in range(1, 9) if weights_change_at(linear, n)] == [2, 3, 4, 5]
     assert changing_weights(linear, 2) == {
         "rewards/all_tags/weight": pytest.approx(0.3625), "rewards/exact_match/weight": pytest.approx(-0.1)
     }  # fmt: skip
@@ -48,10 +47,10 @@ def test_the_linear_switch_goes_on_in_equal_parts():
 @pytest.mark.parametrize("switch", ["hard", "linear"])
 def test_without_rounds_or_first_weights_nothing_changes(switch):
     off = settings(curriculum_rounds=0, curriculum_switch=switch)
-    assert weights(off, 1) == [0.25, 0.5, 2.0] and changing_weights(off, 1) == {} and not changes_at(off, 2)
+    assert weights(off, 1) == [0.25, 0.5, 2.0] and changing_weights(off, 1) == {} and not weights_change_at(off, 2)
     plain = RewardSettings(rewards=(RewardEntry(ALWAYS),), curriculum_switch=switch)
-    assert of_round(plain, 1) == plain and changing_weights(plain, 1) == {}
-    assert of_round(RewardSettings(), 1) == RewardSettings() and not changes_at(RewardSettings(), 2)
+    assert settings_of_round(plain, 1) == plain and changing_weights(plain, 1) == {}
+    assert settings_of_round(RewardSettings(), 1) == RewardSettings() and not weights_change_at(RewardSettings(), 2)
 
 
 @pytest.mark.parametrize("weight", ["much", True, float("nan"), float("inf"), [1.0]])
@@ -63,18 +62,18 @@ def test_a_first_weight_is_a_finite_number(weight):
 def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
     """0.2 + 0.4 + 0.4 for the first 30 rounds, then 0.5 + 0.25 + 0.25; what the judge says is always asked for."""
     chosen = resolve("ppo", PpoConfig(), ["--preset", "r-search-dag"], COMMANDS)
-    assert chosen.protocol.format == "dag" and needs_verdict(of_round(chosen.reward, 1))
+    assert chosen.protocol.format == "dag" and needs_verdict(settings_of_round(chosen.reward, 1))
     plan = Step("Nodes: ...", (Search("Who?", (GOLD[0],), "General"),))
     whole = answered("Ada Lovelace", plan)
     for correct, found in ((True, (1.0, 1.0)), (False, (0.8, 0.5))):
         verdict = Verdict(correct, (StepVerdict(0.0, 0.0),) * 2)
-        paid = [score(whole, of_round(chosen.reward, n), verdict) for n in (30, 31)]
+        paid = [score(whole, settings_of_round(chosen.reward, n), verdict) for n in (30, 31)]
         assert [p.total for p in paid] == pytest.approx(found)
     assert paid[0].parts["valid_plan"] == 0.4 and paid[1].parts["valid_plan"] == 0.25
 
 
 def test_what_was_paid_in_other_rounds_does_not_join_a_curriculum():
     flags = ["--preset", "r-search-dag", "--algorithm", "exgrpo", "--outcome-em", "1"]
-    with pytest.raises(UsageError, match="exgrpo learns from episodes that were paid in other rounds"):
+    with pytest.raises(UsageError, match="exgrpo learns from episodes that were rewarded in other rounds"):
         rl_guidance.check(resolve("ppo", PpoConfig(), flags, COMMANDS))
     rl_guidance.check(resolve("ppo", PpoConfig(), [*flags, "--curriculum-rounds", "0"], COMMANDS))

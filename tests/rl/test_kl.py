@@ -10,7 +10,7 @@ from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.kl import KlFactor
+from r3lite.rl.algorithms.base import KlFactor
 from r3lite.settings import LengthSettings
 from tests.rl.conftest import moved, paper
 
@@ -19,22 +19,22 @@ def test_the_controller_by_hand():
     """KL at twice its target is an error of 1, cut to 0.2: times 1.02. At 0.9 of it, -0.1: times 0.99. At 0: 0.98."""
     kl, factors = KlFactor(target=0.1), []
     for measured in (0.2, 0.09, 0.0):
-        kl.follow(measured)
-        factors.append(kl.value)
+        kl.update(measured)
+        factors.append(kl.factor)
     assert factors == pytest.approx([1.02, 1.02 * 0.99, 1.02 * 0.99 * 0.98])
 
 
 def test_without_a_target_it_stays():
     kl = KlFactor(target=None)
-    kl.follow(3.0)
-    assert kl.value == 1.0
+    kl.update(3.0)
+    assert kl.factor == 1.0
 
 
 def test_its_state_goes_through_json_to_the_bit():
     kl, again = KlFactor(0.1), KlFactor(0.1)
-    kl.follow(0.117)
+    kl.update(0.117)
     again.load_state_dict(json.loads(json.dumps(kl.state_dict())))
-    assert again.value == kl.value != 1.0
+    assert again.factor == kl.factor != 1.0
     with pytest.raises(R3LiteError, match="factor"):
         again.load_state_dict({"factor": "much"})
 
@@ -87,7 +87,7 @@ def test_the_estimate_is_taken_off_the_reward(batch, setup, algorithm, estimate)
     reference = made.learner.reference_logprobs(known)
     d = known.logprobs - reference
     by_hand = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[estimate]
-    paid = made.algorithm.paid(replace(known, reference=reference))
+    paid = made.algorithm.penalized_rewards(replace(known, reference=reference))
     assert torch.allclose(paid, known.rewards - 0.5 * by_hand * known.action_mask, atol=1e-6)
 
 

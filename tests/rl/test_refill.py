@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.rl.refill import refill, teaches
+from r3lite.rl.refill import has_variance, refill
 
 
 class Source:
@@ -43,8 +43,8 @@ def test_where_all_differ_nothing_more_is_sampled():
     [([0.0, 1.0], True), ([1.0, 1.0, 1.0], False), ([1.0, None], False), ([1.0, None, 0.5], True), ([None], False)],
 )
 def test_missing_rewards_are_left_out(rewards, differ):
-    assert teaches(rewards) == differ
+    assert has_variance(rewards) == differ
 
 
 def test_rounding_is_no_difference():
-    assert not teaches([0.1 + 0.2, 0.3])
+    assert not has_variance([0.1 + 0.2, 0.3])

@@ -38,7 +38,8 @@ class ScriptedEngine(Engine):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
         for sequence in rows:
-            held, turns = bool(sequence.held and sequence.held.faults), self.script[sequence.question.id]
+            held = bool(sequence.awaiting_answer and sequence.awaiting_answer.faults)
+            turns = self.script[sequence.question.id]
             turn = self.forced if held and self.forced else turns[len(sequence.steps) + held]
             ids = self.layout.tokenizer.encode(turn.removesuffix("..."))
             ids += [] if turn.endswith("...") else [self.layout.tokenizer.stop_id]

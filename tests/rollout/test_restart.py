@@ -58,7 +58,7 @@ def taken(sequence) -> dict:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_same_end_again_is_the_same_episode(engine, firsts, steps):
-    (again,) = engine.run_on([(firsts[0], steps)], ["z"], retrieve)
+    (again,) = engine.continue_from([(firsts[0], steps)], ["z"], retrieve)
     assert taken(again) == taken(firsts[0]) and again is not firsts[0]
     assert again.logprobs == pytest.approx(firsts[0].logprobs, abs=1e-4) and len(again.values) == len(again.logprobs)
 
@@ -66,7 +66,7 @@ def test_the_same_end_again_is_the_same_episode(engine, firsts, steps):
 def test_another_end_keeps_what_was_sampled_and_nothing_else(engine, firsts):
     before = [dataclasses.replace(s, tokens=list(s.tokens), steps=list(s.steps)) for s in firsts]
     engine.script = OTHER
-    ends = engine.run_on([(s, 1) for s in firsts], ["y", "z"], retrieve)
+    ends = engine.continue_from([(s, 1) for s in firsts], ["y", "z"], retrieve)
     assert [s.episode().prediction for s in ends] == ["Paris", "c"] and [len(s.steps) for s in ends] == [2, 3]
     assert all(s.finish == ANSWERED for s in ends)
     for first, end in zip(firsts, ends, strict=True):
@@ -83,7 +83,7 @@ def test_another_end_keeps_what_was_sampled_and_nothing_else(engine, firsts):
 def test_log_probs_and_values_equal_the_trainers_on_both_sides_of_the_restart(engine, firsts, model, tokenizer, head):
     """One uncached pass over the whole of it; in one row of the cache after the other, so that prefixes are copied."""
     engine.script, engine.grant.memory = OTHER, dataclasses.replace(engine.grant.memory, rollout_batch_size=1)
-    ends = engine.run_on([(firsts[0], 1), (firsts[0], 1), (firsts[1], 1)], ["x", "y", "z"], retrieve)
+    ends = engine.continue_from([(firsts[0], 1), (firsts[0], 1), (firsts[1], 1)], ["x", "y", "z"], retrieve)
     batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in ends])
     logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
     assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4 and logprobs.abs().max() > 1
@@ -98,7 +98,7 @@ def test_searches_before_the_restart_count(scripted):
     first = engine.run(ASKED[:1], ["a"], retrieve)[0]
     engine.script = {"0": [ask(1, "-"), ask(2, "second"), ask(3, "one too many"), " 42"]}
     for steps in (1, 2):
-        (end,) = engine.run_on([(first, steps)], ["b"], retrieve)
+        (end,) = engine.continue_from([(first, steps)], ["b"], retrieve)
         assert (end.finish, end.episode().prediction, end.episode().searches) == (ANSWERED, "42", 2)
         assert end.steps[2].faults == ("answer_was_forced",)
 
@@ -109,7 +109,7 @@ def test_tokens_before_the_restart_count(scripted):
     lengths = LengthSettings(max_hops=8, max_new_tokens=100, max_length=640, max_document_tokens=60)
     engine = scripted(script, forced=" yes", protocol=PROTOCOL, lengths=lengths)
     (first,) = engine.run(ASKED[:1], ["s"], retrieve)
-    (end,) = engine.run_on([(first, 1)], ["t"], retrieve)
+    (end,) = engine.continue_from([(first, 1)], ["t"], retrieve)
     assert taken(end) == taken(first) and len(end.tokens) <= 640 and end.steps[-1].faults == ("no_room",)
 
 
@@ -124,15 +124,15 @@ def test_the_rest_is_drawn_from_its_own_seed(engine_of):
     engine.layout.close_turn(begun)
     engine.layout.splice(begun, [DOCUMENTS])
     begun.write([5])  # the turn that is sampled anew
-    together = engine.run_on([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
-    (alone,) = engine.run_on([(begun, 1)], ["y"], retrieve)
+    together = engine.continue_from([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
+    (alone,) = engine.continue_from([(begun, 1)], ["y"], retrieve)
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone.tokens
 
 
 def test_a_prefix_is_read_once_for_all_that_share_it(engine, firsts):
     passes = []
     engine.model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
-    engine.run_on([(firsts[0], 2)] * 6, list("abcdef"), retrieve)
+    engine.continue_from([(firsts[0], 2)] * 6, list("abcdef"), retrieve)
     start = firsts[0].action_mask.index(True, firsts[0].step_ends[1] + 1)
     assert [(B, T) for B, T in passes if T > 1] == [(1, start - 1)] and max(B for B, T in passes) == 6
 

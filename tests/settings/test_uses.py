@@ -133,10 +133,10 @@ NEEDS = {"dgpo": ["--teacher", "tiny"]}
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algorithm):
     table, config = resolved("ppo", "--algorithm", algorithm, *NEEDS.get(algorithm, []))
-    some_read = frozenset().union(*(cls.own for cls in ALGORITHMS.values()))
+    some_read = frozenset().union(*(cls.own_settings for cls in ALGORITHMS.values()))
     for option in kinds_of(RLSettings).keys() - {"algorithm"}:
         found = outcome(table, config, option)
-        if option in some_read - ALGORITHMS[algorithm].own:
+        if option in some_read - ALGORITHMS[algorithm].own_settings:
             assert found == "refused", option
         elif found != "refused":
             assert found == "taken" or "--" in found, (option, found)  # a contradiction that names another

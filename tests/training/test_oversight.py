@@ -174,7 +174,7 @@ def broken(at: int, late: bool = False, **toy) -> Watched:
             with torch.no_grad():
                 made.policy.fill_(float("nan"))
             if not late:
-                raise NotFinite("question 7: what the model says is not a number: layer 3\nmore", "Pass --dtype fp32.")
+                raise NotFinite("question 7: the model's output is not a number: layer 3\nmore", "Pass --dtype fp32.")
 
     made.before_update, made.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
     return made
@@ -189,7 +189,7 @@ def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
     what = (
         "the gradients are not finite (norm nan); nothing was updated"
         if late
-        else ("question 7: what the model says is not a number: layer 3")
+        else ("question 7: the model's output is not a number: layer 3")
     )
     assert told == [
         f"step 6: {what}; back to step 4 (validation F1 0.797), the learning rate is multiplied by 0.25 and the KL "
@@ -232,7 +232,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
 def test_a_run_that_goes_on_being_nan_stops_with_the_best_adapter(tmp_path):
     toy = broken(6, f1s=RISING)
     step, toy.before_update = toy.before_update, lambda n: step(6 if n > 5 else n)
-    with pytest.raises(Collapse, match="after 1 rollbacks: question 7: what the model says is not a number"):
+    with pytest.raises(Collapse, match="after 1 rollbacks: question 7: the model's output is not a number"):
         run(toy, output=str(tmp_path))
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, 7).items())
 

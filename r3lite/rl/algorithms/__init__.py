@@ -33,16 +33,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> None:
-    """Raises UsageError if settings contradict each other, or the algorithm has no use for them.
+    """Raises UsageError if settings contradict each other, or if the algorithm does not read one that the user set.
 
-    `usual` are the same settings without flags and files: a value that differs was asked for.
+    `usual` are the same settings without flags and files: what differs was set by the user.
     """
     algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
-    some_read = frozenset().union(*(other.own for other in ALGORITHMS.values()))
+    some_read = frozenset().union(*(other.own_settings for other in ALGORITHMS.values()))
     for name, value in vars(settings).items():
         if value == getattr(usual, name):
             continue
-        if name in some_read - algorithm.own:
-            readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
+        if name in some_read - algorithm.own_settings:
+            readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
             wrong = f"{flag(name)} is {value}, and {settings.algorithm} has no use for it"
             raise UsageError(f"{wrong}: it is for {readers}")

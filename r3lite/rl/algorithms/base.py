@@ -1,4 +1,7 @@
-"""What an algorithm has to say. The learner does everything else, and is the same for all of them."""
+"""What an algorithm defines: advantages, the loss per token, and each token's weight in the loss of a mini-batch.
+
+The learner does everything else in the same way for all algorithms.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,30 +10,56 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from r3lite.core.config import UsageError
+from r3lite.core.records import Record, Source
 from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.kl import KlFactor
-from r3lite.rl.losses import token_mean
 from r3lite.settings import LengthSettings, RLSettings
+
+GAIN, MAX_ERROR = 0.1, 0.2  # K_beta and the bound of e_t in section 2.2 of arXiv 1909.08593
+
+
+class KlFactor:
+    """What --kl-beta is multiplied by: an adaptive factor, and a scale that the collapse guard sets.
+
+    With a target KL the factor follows the controller of arXiv 1909.08593, section 2.2, once a round, and checkpoints
+    keep it: e = clip((KL - target) / target, -0.2, 0.2); factor <- factor (1 + 0.1 e). Without a target it stays 1.
+    KL is the mean over a round's tokens, in nats; the paper's is the sum over an answer.
+    """
+
+    def __init__(self, target: float | None):
+        self.target, self.factor, self.scale = target, 1.0, 1.0
+
+    def update(self, kl: float) -> None:
+        """Adapts the factor after a round whose mean KL is `kl`."""
+        if self.target is not None:
+            error = (kl - self.target) / self.target
+            self.factor *= 1 + GAIN * min(max(error, -MAX_ERROR), MAX_ERROR)
+
+    def state_dict(self) -> dict:
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state: dict) -> None:
+        record = Record(state, Source("the checkpoint's weight of the KL", "Name another checkpoint."))
+        self.factor = record.number("factor")
 
 
 class Algorithm:
-    """The methods stand in the order in which the learner calls them.
+    """The base class: PPO's clipped loss, KL in the reward or in the loss, and groups.
 
-    An algorithm holds its settings and the limits of an episode; its only state is a factor of the KL's weight.
-    What most papers share is here: the KL in the reward or in the loss, groups, and PPO's clipped loss.
+    The methods stand in the order in which the learner calls them. An algorithm holds its settings and the limits of
+    an episode; its only state is the factor of the KL weight.
     """
 
-    has_critic: ClassVar[bool] = False  # if so, a value head is trained, and `value_loss` is its loss
-    has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared, and learned from in one step
-    has_teacher: ClassVar[bool] = False  # if so, a teacher says of failed episodes what it would have said
-    has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
-    has_traces: ClassVar[bool] = False  # if so, a teacher's traces join the groups of their questions
-    has_replay: ClassVar[bool] = False  # if so, successes of earlier rounds do
-    compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # advantages [B] of returns [B] within groups [B]
+    has_critic: ClassVar[bool] = False  # trains a value head with `value_loss`
+    has_groups: ClassVar[bool] = False  # compares the episodes of a question, which are therefore kept together
+    has_teacher: ClassVar[bool] = False  # learns from a teacher's distributions at the tokens of failed episodes
+    has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
+    has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
+    has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
+    compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    own: ClassVar[frozenset[str]] = frozenset()  # settings that it reads and some other algorithm does not
+    own_settings: ClassVar[frozenset[str]] = frozenset()  # settings that only some algorithms, this one too, read
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         """Raises UsageError if the settings contradict each other or the algorithm."""
@@ -51,87 +80,89 @@ class Algorithm:
 
     @property
     def most_off_policy(self) -> int:
-        """The most episodes that a round learns from beside those that it samples."""
+        """The largest number of off-policy episodes in a round, beside the sampled ones."""
         s = self.settings
         return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
 
     @property
     def kl_weight(self) -> float:
         """beta of this round."""
-        return self.settings.kl_beta * self.kl.value
+        return self.settings.kl_beta * (self.kl.factor * self.kl.scale)
 
-    def paid(self, batch: Batch) -> Tensor:
-        """The rewards [B, T], less beta KL at every action token if that is where the algorithm has its KL."""
+    def penalized_rewards(self, batch: Batch) -> Tensor:
+        """The rewards [B, T], less beta KL at every action token if the algorithm has the KL in its reward."""
         if self.kl_in == "loss" or batch.reference is None:
             return batch.rewards
         kl = losses.KL_ESTIMATES[self.estimator](batch.old_logprobs, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     def returns(self, batch: Batch) -> Tensor:
-        """What each episode of a group is compared by, [B]."""
-        return self.paid(batch).sum(-1)
+        """The return [B] of each episode, by which the episodes of a group are compared."""
+        return self.penalized_rewards(batch).sum(-1)
 
     def with_advantages(self, batch: Batch) -> Batch:
         """The round's batch with `advantages` [B, T] and, with a critic, `value_targets` [B, T].
 
-        `batch.reference` is there if --kl-beta is not 0. By default all tokens of an episode get what `compare` makes
-        of the returns of its group.
+        `batch.reference` is set if --kl-beta is above 0. By default every token of an episode gets the episode's
+        advantage, which `compare` computes from the returns of its group.
         """
         of_episodes = self.compare(self.returns(batch), batch.groups)
         return replace(batch, advantages=of_episodes[:, None] * batch.action_mask)
 
     def weights(self, batch: Batch) -> Tensor:
-        """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss). By
-        default the mean over its action tokens."""
-        return token_mean(batch.action_mask)
+        """The weight [B, T] of each action token in the loss of a mini-batch, sum(weight * loss); by default the mean
+        over all action tokens."""
+        return losses.token_mean(batch.action_mask)
 
-    def log_ratios(self, known: ActionTokens, logprobs: Tensor) -> Tensor:
-        """The logarithm [n] of the ratio that is clipped, of n action tokens; by default that of each token."""
-        return logprobs - known.old_logprobs
+    def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
+        """The log [N] of the ratio that is clipped, for each action token; by default log pi - log pi_old."""
+        return logprobs - actions.old_logprobs
 
-    def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [n] of each of n action tokens, and further metrics [n], which are logged as means over tokens.
+    def loss(self, actions: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [N] of each action token, and further metrics [N], which are logged as means over tokens.
 
-        `logprobs` [n] are the policy's now, `entropy` [n] that of its distributions; both have gradients. It is PPO's
-        clipped loss (arXiv 1707.06347, eq. 7) less the entropy bonus, plus beta KL if the KL is in the loss. The
+        `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default PPO's clipped loss
+        (arXiv 1707.06347, eq. 7) less the entropy bonus, plus beta KL if the algorithm has the KL in its loss. The
         metric `kl` is the k3 estimate whatever --kl-estimator is.
         """
         s = self.settings
-        ratios = self.log_ratios(known, logprobs)
-        loss, metrics = losses.clipped_surrogate(ratios, known.advantages, s.clip_low, s.clip_high)
+        ratios = self.log_ratios(actions, logprobs)
+        loss, metrics = losses.clipped_surrogate(ratios, actions.advantages, s.clip_low, s.clip_high)
         if s.importance_cap is not None:
-            ratio = (known.old_logprobs - known.sampled_logprobs).exp()
+            ratio = (actions.old_logprobs - actions.sampled_logprobs).exp()
             loss = loss * ratio.clamp(max=s.importance_cap)
             metrics["sampling/importance_sampling_ratio/mean"] = ratio
         if s.entropy_coefficient:
             loss = loss - s.entropy_coefficient * entropy
-        if known.reference is not None:
-            metrics["kl"] = losses.k3_kl(logprobs, known.reference)
+        if actions.reference is not None:
+            metrics["kl"] = losses.k3_kl(logprobs, actions.reference)
             if self.kl_in == "loss":
-                loss = loss + self.kl_weight * losses.KL_ESTIMATES[self.estimator](logprobs, known.reference)
+                loss = loss + self.kl_weight * losses.KL_ESTIMATES[self.estimator](logprobs, actions.reference)
         return loss, metrics
 
-    def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same for the critic's values [N], which have gradients. Needed if `has_critic`."""
+    def value_loss(self, actions: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The critic's loss [N] and metrics [N], for its values [N], with gradients. Needed if `has_critic`."""
         raise AssertionError("an algorithm with a critic needs a value loss")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [n] of each of n action tokens that a teacher says something of, and metrics [n] of them, whose
-        names begin with sums.GUIDED. Needed if `has_teacher`.
+        """The loss [N] of each action token with a teacher's distribution, and metrics [N], whose names begin with
+        losses.GUIDED. Needed if `has_teacher`.
 
-        `teacher` [n, k] are its log-probabilities of k tokens, `logprobs` [n, k] the policy's, with gradients.
+        `teacher` [N, k] are the teacher's log-probabilities of its k likeliest tokens, `logprobs` [N, k] the policy's
+        of the same tokens, with gradients.
         """
-        raise AssertionError("an algorithm with a teacher needs a loss for what it says")
+        raise AssertionError("an algorithm with a teacher needs a loss for its distributions")
 
-    def follow_kl(self, measured: float | None) -> dict[str, float]:
-        """Adapts the weight after a round whose KL was `measured`; if it is adapted, the round's weight as a metric."""
-        if self.settings.kl_target is None:
-            return {}
-        assert measured is not None, "with a target there is a reference, and so a KL"
-        used = {"kl_beta": self.kl_weight}
-        self.kl.follow(measured)
-        return used
+    def adapt_kl(self, kl: float | None) -> dict[str, float]:
+        """Adapts beta to the mean KL of a round; returns the beta of that round as a metric, nothing without a target.
+
+        `kl` is None if no token of the round has a reference: then beta stays.
+        """
+        beta = self.kl_weight
+        if kl is not None:
+            self.kl.update(kl)
+        return {"kl_beta": beta} if self.kl.target else {}
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Metrics of the whole round, whose advantages are known."""
+        """Metrics of the whole round, from its batch with advantages."""
         return {"frac_reward_zero_std": share_without_variance(batch.rewards.sum(-1), batch.groups)}

@@ -19,10 +19,10 @@ from r3lite.rl.losses import token_mean
 
 
 class Dapo(Grpo):
-    own = Grpo.own | {"overlong_filter", "overlong_penalty", "overlong_cache"}
+    own_settings = Grpo.own_settings | {"overlong_filter", "overlong_penalty", "overlong_cache"}
 
     def length_penalties(self, batch: Batch) -> Tensor:
-        """What is taken off the reward of each episode [B]."""
+        """What is subtracted from the return of each episode, [B]."""
         s, most = self.settings, self.lengths.most_sampled
         cache = s.overlong_cache * most
         return s.overlong_penalty * ((batch.action_mask.sum(-1) - (most - cache)) / cache).clamp(0, 1)
@@ -31,13 +31,13 @@ class Dapo(Grpo):
         return super().returns(batch) - self.length_penalties(batch)
 
     def filtered(self, batch: Batch) -> Tensor:
-        """Which episodes [B] have no loss."""
+        """[B] bool: the episodes without a loss."""
         return batch.cut_off & (self.settings.overlong_filter == "on")
 
     def weights(self, batch: Batch) -> Tensor:
         return token_mean(batch.action_mask & ~self.filtered(batch)[:, None])
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also what length cost in the mean, and the share of episodes without a loss."""
+        """Also the mean length penalty, and the share of episodes without a loss."""
         shares = {"overlong/penalty": self.length_penalties(batch), "overlong/filtered": self.filtered(batch).float()}
         return super().statistics(batch) | {name: float(x.mean()) for name, x in shares.items()}

@@ -10,8 +10,8 @@ normalizer  GRPO's: mean over each episode's action tokens, then mean over the e
 The paper takes its KL as a reward of PPO, found from the sampled tokens alone. Here it is the loss itself, whose
 gradient, q - p at the logits, needs no advantages. Of p the k likeliest tokens are known; all others count as one. An
 episode's tokens are those that the policy sampled or, with a cache of the teacher's, those of a right answer to the
-same question. The base is GRPO rather than PPO: in a group that failed as a whole it says nothing, and a critic would
-learn from episodes that, with a cache, nobody has sampled.
+same question. The base is GRPO rather than PPO: its advantages are 0 in a group that failed as a whole, and a critic
+would be trained on episodes of the cache, which the policy has not sampled.
 """
 
 from torch import Tensor
@@ -20,13 +20,12 @@ from r3lite.core.config import UsageError
 from r3lite.rl import losses
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import Batch
-from r3lite.rl.sums import GUIDED
 from r3lite.settings import LengthSettings, RLSettings
 
 
 class Dgpo(Grpo):
     has_teacher = True
-    own = frozenset(
+    own_settings = frozenset(
         {"failed_below", "teacher", "teacher_adapter", "teacher_quantize", "teacher_logprobs", "teacher_top"}
         | {"teacher_weight", "expand_limit"}
     )
@@ -39,16 +38,9 @@ class Dgpo(Grpo):
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)
-        return self.settings.teacher_weight * kl, {GUIDED + "kl": kl}
-
-    def follow_kl(self, measured: float | None) -> dict[str, float]:
-        """In a round whose episodes all failed no KL to the reference was measured: its weight stays."""
-        if measured is None:
-            return {"kl_beta": self.kl_weight} if self.settings.kl_target else {}
-        return super().follow_kl(measured)
+        return self.settings.teacher_weight * kl, {losses.GUIDED + "kl": kl}
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also the shares of episodes that failed, and that learned from the teacher."""
-        guided = sum(said is not None for said in batch.teacher)
-        shares = {GUIDED + "failed": float(batch.failed.float().mean()), GUIDED + "guided": guided / len(batch)}
-        return super().statistics(batch) | shares
+        """Also the shares of episodes that failed, and that learn from the teacher."""
+        failed, guided = float(batch.failed.float().mean()), sum(top is not None for top in batch.teacher) / len(batch)
+        return super().statistics(batch) | {losses.GUIDED + "failed": failed, losses.GUIDED + "guided": guided}

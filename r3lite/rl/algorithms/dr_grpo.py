@@ -17,7 +17,7 @@ from r3lite.rl.losses import episode_sum
 
 class DrGrpo(Grpo):
     compare = staticmethod(group_centered)
-    own = Grpo.own | {"length_constant"}
+    own_settings = Grpo.own_settings | {"length_constant"}
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_sum(batch.action_mask, self.settings.length_constant or self.lengths.most_sampled)

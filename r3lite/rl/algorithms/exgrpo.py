@@ -22,4 +22,4 @@ from r3lite.rl.algorithms.mixed import Mixed
 
 class ExGrpo(Mixed):
     has_replay = True
-    own = Mixed.own | {"replay_size", "replay_share", "replay_min_outcome", "replay_start"}
+    own_settings = Mixed.own_settings | {"replay_size", "replay_share", "replay_min_outcome", "replay_start"}

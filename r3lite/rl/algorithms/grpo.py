@@ -17,7 +17,7 @@ from r3lite.rl.losses import episode_mean
 class Grpo(Algorithm):
     has_groups = True
     compare = staticmethod(group_normalized)
-    own = frozenset({"refill_limit", "expand_limit"})
+    own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_mean(batch.action_mask)

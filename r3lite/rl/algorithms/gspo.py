@@ -25,5 +25,5 @@ from r3lite.rl.batch import ActionTokens
 class Gspo(Grpo):
     has_episode_ratios = True
 
-    def log_ratios(self, known: ActionTokens, logprobs: Tensor) -> Tensor:
-        return known.episode_log_ratios + (logprobs - logprobs.detach())
+    def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
+        return actions.episode_log_ratios + (logprobs - logprobs.detach())

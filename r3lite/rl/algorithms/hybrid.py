@@ -16,4 +16,4 @@ from r3lite.rl.algorithms.mixed import Mixed
 
 class Hybrid(Mixed):
     has_traces = has_replay = True
-    own = Luffy.own | ExGrpo.own
+    own_settings = Luffy.own_settings | ExGrpo.own_settings

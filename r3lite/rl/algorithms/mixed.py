@@ -5,8 +5,8 @@ loss        on-policy tokens: GRPO's
             off-policy tokens: -f(r) A - c_H entropy, f(r) = r / (r + gamma), r = pi / pi_b, without a clip
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
 
-pi_b is the policy that wrote the tokens. The KL is left out of off-policy tokens: its estimates are of tokens that the
-policy samples, and on a teacher's tokens they would hold it back from what the trace is there to teach.
+pi_b is the policy that wrote the tokens. Off-policy tokens have no KL term: its estimates hold for tokens that the
+policy samples, and on a teacher's tokens it would keep the policy from learning them.
 """
 
 import torch
@@ -18,16 +18,16 @@ from r3lite.rl.batch import ActionTokens, Batch
 
 
 class Mixed(Grpo):
-    own = frozenset({"shaping_gamma"})
+    own_settings = frozenset({"shaping_gamma"})
 
-    def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        off = known.off_policy
+    def loss(self, actions: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        off = actions.off_policy
         if off is None:
-            return super().loss(known, logprobs, entropy)
-        # Off-policy tokens are taken out of GRPO's loss before its exponentials, whose overflow would be a nan there.
-        own, metrics = super().loss(known, torch.where(off, known.old_logprobs, logprobs), entropy)
-        log_ratios = logprobs - known.old_logprobs
-        shaped, f = losses.shaped_surrogate(log_ratios, known.advantages, self.settings.shaping_gamma)
+            return super().loss(actions, logprobs, entropy)
+        # GRPO's loss gets ratio 1 at off-policy tokens, whose exponentials could overflow to a nan in the gradient.
+        own, metrics = super().loss(actions, torch.where(off, actions.old_logprobs, logprobs), entropy)
+        log_ratios = logprobs - actions.old_logprobs
+        shaped, f = losses.shaped_surrogate(log_ratios, actions.advantages, self.settings.shaping_gamma)
         shaped = shaped - self.settings.entropy_coefficient * entropy
         metrics |= {"off_policy/shaped_ratio": f, "off_policy/entropy": entropy, "off_policy/logp": logprobs}
         return torch.where(off, shaped, own), metrics

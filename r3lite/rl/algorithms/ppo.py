@@ -20,15 +20,15 @@ from r3lite.rl.batch import ActionTokens, Batch
 class Ppo(Algorithm):
     has_critic = True
     kl_in = "reward"
-    own = frozenset({"gamma", "gae_lambda", "value_clip", "value_coefficient", "value_learning_rate"})
+    own_settings = frozenset({"gamma", "gae_lambda", "value_clip", "value_coefficient", "value_learning_rate"})
 
     def with_advantages(self, batch: Batch) -> Batch:
         s = self.settings
-        advantages, targets = gae(self.paid(batch), batch.values, batch.action_mask, s.gamma, s.gae_lambda)
+        advantages, targets = gae(self.penalized_rewards(batch), batch.values, batch.action_mask, s.gamma, s.gae_lambda)
         return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
 
-    def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = losses.value_loss(values, known.old_values, known.value_targets, self.settings.value_clip)
+    def value_loss(self, actions: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = losses.value_loss(values, actions.old_values, actions.value_targets, self.settings.value_clip)
         return loss, {"value_loss": loss}
 
     def statistics(self, batch: Batch) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic and no groups; what an action is worth is compared with the whole round.
+"""REINFORCE++ (arXiv 2501.03262): no critic and no groups; the round's mean return is the baseline.
 
 rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token
-advantages  sum of gamma^k r_(t+k) over the action tokens from t on, gamma 1, whitened over the round. The paper pays at
-            an answer's end alone; what is paid at a step here counts for the tokens before it
+advantages  sum of gamma^k r_(t+k) over the action tokens from t on, gamma 1, whitened over the round. The paper has one
+            reward at an answer's end; here the reward of each step counts for the tokens before it
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
 normalizer  mean over the action tokens of the mini-batch
 
-It is PPO with a critic that always says 0 and lambda 1. The paper's variant with a baseline, which takes the group's
+It is PPO with values 0 and lambda 1. The paper's variant with a baseline, which takes the group's
 mean off first, is in `reinforce_baseline.py`.
 """
 
@@ -21,9 +21,9 @@ from r3lite.rl.batch import Batch
 
 class ReinforcePlusPlus(Algorithm):
     kl_in = "reward"
-    own = frozenset({"gamma"})
+    own_settings = frozenset({"gamma"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        paid, mask = self.paid(batch), batch.action_mask
-        returns, _ = gae(paid, torch.zeros_like(paid), mask, self.settings.gamma, 1.0)
+        rewards, mask = self.penalized_rewards(batch), batch.action_mask
+        returns, _ = gae(rewards, torch.zeros_like(rewards), mask, self.settings.gamma, 1.0)
         return replace(batch, advantages=whiten(returns, mask))

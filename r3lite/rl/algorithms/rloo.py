@@ -20,7 +20,7 @@ class Rloo(Algorithm):
     has_groups = True
     kl_in = "reward"
     compare = staticmethod(leave_one_out)
-    own = frozenset({"refill_limit", "expand_limit"})
+    own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_sum(batch.action_mask)

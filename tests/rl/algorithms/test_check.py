@@ -56,7 +56,7 @@ GIVEN = {
 
 
 def test_all_that_only_some_read_is_tried_below():
-    assert set(GIVEN) == {name for cls in ALGORITHMS.values() for name in cls.own}
+    assert set(GIVEN) == {name for cls in ALGORITHMS.values() for name in cls.own_settings}
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -67,10 +67,10 @@ def test_what_an_algorithm_does_not_read_is_refused(algorithm, name):
         value = "off"
     needed = [] if name == "teacher_logprobs" else NEEDED.get(algorithm, [])
     flags = ["--algorithm", algorithm, *needed, flag, value]
-    if name in ALGORITHMS[algorithm].own:
+    if name in ALGORITHMS[algorithm].own_settings:
         check(*flags)
         return
-    readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
+    readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
     with pytest.raises(UsageError) as error:
         check(*flags)
     assert f", and {algorithm} has no use for it: it is for {readers}" in str(error.value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3lite.models import lora
-from r3lite.rl.sums import sampling_metrics
+from r3lite.rl.losses import sampling_metrics
 
 MEAN, MAX = (f"sampling/sampling_logp_difference/{what}" for what in ("mean", "max"))
 OUTSIDE = "sampling/outside_clip_first_epoch"
