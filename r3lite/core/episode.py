@@ -183,7 +183,7 @@ class Step:
     @staticmethod
     def from_json(record: Record) -> "Step":
         if "query" in record and "searches" in record:
-            raise record.error("it has both 'query' and 'searches'")
+            raise record.error("has both 'query' and 'searches'")
         has_query = record.text("query", None, blank=True) is not None
         return Step(
             analysis=record.text("analysis", "", blank=True),
@@ -198,7 +198,7 @@ class Step:
 class Episode:
     """One attempt at a question: its steps, how it ended, and how many tokens the model wrote, if that is known.
 
-    `failure` says why the retriever failed at one of its queries; its steps then say nothing about the model.
+    `failure` says why the retriever failed on one of its queries; its steps then say nothing about the model.
     """
 
     question: Question
