@@ -32,5 +32,5 @@ class KlFactor:
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict) -> None:
-        record = Record(state, Source("the checkpoint's weight of the KL", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's weight of the KL", "Pass another checkpoint."))
         self.factor = record.number("factor")

@@ -37,7 +37,7 @@ class Success:
         )  # fmt: skip
 
     def rollout(self, group: int) -> Rollout:
-        """As a row of a round's batch; all of its reward is paid at its last action token."""
+        """As a row of a round's batch; all of its reward is at its last action token."""
         tokens, action_mask, logprobs = (getattr(self, name).tolist() for name in ARRAYS)
         made = Rollout.paid_at_end(tokens, action_mask, logprobs, self.reward, group)
         return replace(made, off_policy=True)
@@ -87,7 +87,7 @@ class ReplayBuffer:
         return {question: success for question, (_, success) in found.items()}
 
     def add(self, number: int, groups: dict[str, Sequence[tuple[Rollout, bool]]]) -> None:
-        """Takes in round `number`: of each question the episodes that were paid, and whether each succeeded."""
+        """Takes in round `number`: of each question the episodes that have a reward, and whether each succeeded."""
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
         self.started = self.started or (bool(outcomes) and sum(outcomes) / len(outcomes) >= self.start)
         for question, group in groups.items():
@@ -134,7 +134,7 @@ class ReplayBuffer:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict) -> None:
-        record = Record(state, Source("the checkpoint's replay buffer", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}
         for place, kept in enumerate(record.records("questions")):
