@@ -60,7 +60,7 @@ def test_it_is_read_back_as_it_was(history):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"origin": "other"}, "is of another first prompt"),
+        ({"origin": "other"}, "has another first prompt"),
         ({"candidates": []}, "are not numbered from 0"),
         ({"candidates": [{"id": 1, "prompt": "", "round": 0, "branch": 0, "critique": "", "rejected": ""}]}, "from 0"),
         ({"candidates": [{"id": 0, "prompt": 7}]}, "prompt is 7, not text"),
