@@ -64,7 +64,7 @@ def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold,
     ("options", "told"),
     [
         ({"root": "Qwen/Qwen2.5-0.5B"}, "serves Qwen/Qwen2.5-0.5B, but --model is tiny"),
-        ({"longest": 512}, "--max-length is 1536, but .* takes at most 512 tokens"),
+        ({"longest": 512}, "--max-length is 1536, but .* takes at most 512 tokens\n  Pass --max-length 512"),
         (
             {"updating": False},
             "vLLM cannot load .*: status 404.*\n  Start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",

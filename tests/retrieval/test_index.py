@@ -325,6 +325,19 @@ def test_another_encoder_or_style_is_refused(tmp_path, minilm):
     assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
 
 
+def test_what_cannot_be_rebuilt_in_its_folder_is_built_in_another(tmp_path, minilm):
+    """The errors said to build it in the same folder, which is refused."""
+    save(tmp_path / "hashed")
+    save(tmp_path / "broken")
+    (tmp_path / "broken" / "manifest.json").write_text("[]")
+    for name, refused in (("hashed", "with encoder hashing, not"), ("broken", "already exists: .* is not an index")):
+        with pytest.raises(R3LiteError) as error:
+            index.load(tmp_path / name, encoder_settings(str(minilm)))
+        assert "FOLDER" in error.value.remedy and str(tmp_path / name) not in error.value.remedy
+        with pytest.raises(R3LiteError, match=refused):
+            save(tmp_path / name, encoder=str(minilm))
+
+
 def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
     for made, searched in (("fp32", "bf16"), ("bf16", "fp32")):
         save(tmp_path / made, encoder=str(minilm), style="plain", dtype=made)
