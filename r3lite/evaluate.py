@@ -35,7 +35,7 @@ def check_baseline(config: EvaluateConfig) -> None:
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
     if opening.searches and config.retrieval.retriever == "none":
-        raise R3LiteError(f"--baseline {baseline} needs a retriever, and --retriever is none", "Pass another one.")
+        raise R3LiteError(f"--baseline {baseline} needs a retriever, but --retriever is none", "Pass another one.")
     if opening.searches and not protocol.searches:
         cause = f"--baseline {baseline} needs a search, but --format {config.protocol.format} has none"
         raise R3LiteError(cause, "Pass another --baseline or --format.")

@@ -35,7 +35,7 @@ def procedures(config: ProceduresConfig) -> None:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)
         if twice := [p.name for p in more if folded(p.name) in names]:
-            raise R3LiteError(f"{path} has a procedure named {twice[0]} already", "Rename one of them.")
+            raise R3LiteError(f"{path} already has a procedure named {twice[0]}", "Rename one of them.")
         found += more
         write_text(path, to_json(found))
         print(f"added {len(more)} to {path}")

@@ -89,7 +89,7 @@ def test_no_corpus_is_read_where_nothing_is_searched(toy, says, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        ("rag --retriever none", 1, "--baseline rag needs a retriever, and --retriever is none"),
+        ("rag --retriever none", 1, "--baseline rag needs a retriever, but --retriever is none"),
         ("rag --format tags", 2, "--format is tags, but has no effect here: it needs a --baseline with steps"),
         ("gold --init-prompt mine.txt", 2, "--init-prompt is mine.txt, but has no effect"),
         ("closed-book --verification", 2, "--verification is True, but has no effect"),

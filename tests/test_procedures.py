@@ -46,7 +46,7 @@ def test_others_are_added_and_none_twice(mine, tmp_path, capsys):
     kept = mine.read_text()
     assert [p["name"] for p in json.loads(kept)] == ["Lease of land", "Films"]
     err = told(capsys, "--procedures", mine, "--add", tmp_path / "more.json", status=1)
-    assert "has a procedure named Films already" in err and mine.read_text() == kept
+    assert "already has a procedure named Films" in err and mine.read_text() == kept
     (tmp_path / "bad.json").write_text("{")
     assert "bad.json: not JSON" in told(capsys, "--procedures", mine, "--add", tmp_path / "bad.json", status=1)
     assert mine.read_text() == kept

@@ -185,10 +185,11 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
     config = read_config(folder)
     if ids > config.vocab_size:
-        cause = f"the tokenizer in {folder} has {ids} token ids, but vocab_size in config.json is {config.vocab_size}"
+        most = f"vocab_size in config.json is {config.vocab_size}"
+        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, but {most}"
         raise R3LiteError(cause, "Copy tokenizer.json and config.json from the same model.")
     if longest > (most := config.max_position_embeddings):
-        cause = f"--max-length is {longest}, but max_position_embeddings in {folder / 'config.json'} is {most}"
+        cause = f"rows have up to {longest} tokens, but max_position_embeddings in {folder / 'config.json'} is {most}"
         raise R3LiteError(cause, f"Pass --max-length {most} or less.")
 
 

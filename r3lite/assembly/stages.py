@@ -155,7 +155,7 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     gain = {"value": em["difference"]} | {key: em[key] for key in ("low", "high", "p")}
     interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
     print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
-    print(f"{minutes:.1f} minutes in all")
+    print(f"{minutes:.1f} minutes in total")
     if config.quickstart.quick:
         print("--quick only shows that everything runs; without it, the model learns")
     total = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}

@@ -195,7 +195,7 @@ def write_cache(config: CollectConfig) -> None:
 def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
     """The ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
     if any(isinstance(row, Conversation) for row in trajectories):
-        raise R3LiteError("--data holds conversations", "Pass trajectories, which have steps, to --teacher-logprobs.")
+        raise R3LiteError("--data has conversations", "Pass trajectories, which have steps, to --teacher-logprobs.")
     pairs = [(row.id, encoded) for row in trajectories if (encoded := encode_row(row, layout))]
     if left_out := len(trajectories) - len(pairs):
         most = layout.lengths.max_length

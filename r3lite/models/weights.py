@@ -255,7 +255,7 @@ def _shards(folder: Path) -> list[Path]:
         raise record.error("weight_map is missing or empty")
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file beside it")
+            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file in the folder")
     return [folder / name for name in sorted(names)]
 
 

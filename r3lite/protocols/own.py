@@ -82,6 +82,6 @@ def _problems_of_tags(parts: dict[str, Any]) -> Iterator[str]:
         if not whole or len(value) != 2:
             yield f"has {key} = {value!r}; it must be an opening and a closing tag, such as ['<think>', '</think>']"
     every = [end.lower() for pair in parts.values() for end in pair]
-    yield from (f"has {end} twice" for end in every if every.count(end) > 1)
+    yield from (f"has {end} more than once" for end in every if every.count(end) > 1)
     if ("search" in parts) != ("documents" in parts):
         yield "has only one of search and documents"

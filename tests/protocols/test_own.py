@@ -75,7 +75,7 @@ def test_prompts_of_the_settings_come_first(tmp_path):
         (TAGS, 'answer = ["<result>", "</result>"]', "", "lacks answer"),
         (TAGS, '["<ask>", "</ask>"]', '"<ask>"', "has search = '<ask>'; it must be an opening and a closing tag"),
         (TAGS, '"</ask>"', '"/ask"', "has search = "),
-        (TAGS, '"</ask>"', '"<REASON>"', "has <reason> twice"),
+        (TAGS, '"</ask>"', '"<REASON>"', "has <reason> more than once"),
         (TAGS, 'search = ["<ask>", "</ask>"]', "", "has only one of search and documents"),
         (TAGS, "{question}", "", "the opening prompt has the placeholders none"),
         (TAGS, "{question}", "{question} {context}", "the opening prompt has the placeholders"),

@@ -241,7 +241,7 @@ def test_files_of_sentence_transformers_with_wrong_values_are_refused(minilm, tm
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t["model"]["vocab"].update(zebra_=40_000), "has token ids up to 40000, .* embedding 30522 rows"),
+        (lambda t: t["model"]["vocab"].update(zebra_=40_000), "has token ids up to 40000, .* embedding has 30522 rows"),
         (lambda t: t.update(post_processor=None), r"does not put a text between \[CLS\] and \[SEP\]"),
         (lambda t: t.update(model=[]), "cannot be used"),
     ],
