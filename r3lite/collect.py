@@ -1,4 +1,4 @@
-"""Writes trajectories for SFT: from gold decompositions, or sampled from a teacher or the model itself and filtered.
+"""Writes trajectories for SFT: from gold decompositions, or sampled from a teacher or the model itself.
 
 Both are given the student's prompts and the documents retrieved for their own queries, never the answer.
 """

@@ -1,4 +1,4 @@
-"""Measures the recall of a retriever with the questions as queries, shows the result of a query, or serves queries."""
+"""Measures the recall of a retriever with questions as queries, shows the result of a query, or serves queries."""
 
 import dataclasses
 import time

@@ -155,7 +155,7 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
     [
         (["--source", "gold"], 2, "--data is missing"),
         (["--source", "golden", "--data", "x"], 2, "did you mean gold?"),
-        (["--data", "missing.json"], 1, "there is no such file"),
+        (["--data", "missing.json"], 1, "no such file"),
         (
             ["--data", "x", "--insert-gold"],
             2,

@@ -152,7 +152,7 @@ def test_a_setting_of_two_values_takes_two(tmp_path, argv, message):
         ("learning_rate = 1979-05-27", "must be a number"),
         ("sft = 3", "unknown key 'sft'"),
         ("[[sft]]\nlora_r = 1", "unknown key 'sft'"),
-        ("lora_targets = []", "lora_targets names 0"),
+        ("lora_targets = []", "lora_targets has 0 values"),
         ("lora_r = 2.0", "lora_r is 2.0; it must be a whole number"),
         ("lora_r = true", "lora_r is True; it must be a whole number"),
         ("rslora = 1", "rslora is 1; it must be true or false"),

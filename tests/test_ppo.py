@@ -248,9 +248,9 @@ SEARCH_SETTINGS = [
     ("arguments", "says"),
     [
         ([], "--data is missing"),
-        (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
+        (["--data", "x", "--temperature", "0"], "--temperature is 0: all episodes"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
-        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
+        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3; it must be at most"),
         *(
             (
                 ["--dry-run", "--format", "solution", *flags],

@@ -147,7 +147,7 @@ def test_two_rounds_by_hand(run, model, critic, files, capsys):
     assert model.count("dev0") == 3 and model.count("train0") == 3  # three prompts scored; one and then two tried
     told = capsys.readouterr().out
     assert "critic: 24 requests, 0 replies from the cache, 0.0" in told
-    assert "rejected: 2, of 0: it lost {question}" in told
+    assert "rejected: 2, from 0: it lost {question}" in told
     assert "best: prompt 5, f1 0.500 [" in told and "the first had 0.000 [" in told
     assert (
         run() == 0 and len(critic.requests) == 24 and len(model) == 6 * QUESTIONS

@@ -260,7 +260,8 @@ class Command:
         except OSError as error:
             if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
                 raise
-            return self._stopped(R3LiteError(str(error), "Check the disk space and the permissions of the path."))
+            remedy = "Check the disk space and the permissions of the path, or pass another --output."
+            return self._stopped(R3LiteError(str(error), remedy))
         except RuntimeError as error:
             torch = sys.modules.get("torch")
             if torch is None or not isinstance(error, torch.OutOfMemoryError):

@@ -78,7 +78,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     except InvalidRecord:
         raise
     except RecursionError:
-        raise InvalidRecord(f"nested more than {MAX_DEPTH} levels deep") from None
+        raise InvalidRecord(f"nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError as error:
         raise InvalidRecord(f"not JSON: {error}") from error
     except ValueError:  # Python's limit on the digits of a whole number

@@ -187,7 +187,7 @@ def _message(record: Record, role_key: str, role: str, key: str) -> dict:
     known = (0, 1) if role == "assistant" else (0,)
     if any(weight not in known for weight in weights.values()) or len(set(weights.values())) > 1:
         given = " and ".join(f"{name} is {shown(weight)}" for name, weight in weights.items())
-        raise record.error(f"{given}; 0 and false exclude a message from training; 1 and true are for the assistant's")
+        raise record.error(f"{given}: 0 and false exclude a message from training; 1 and true are for the assistant's")
     made |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
     made |= {"train": False} if 0 in weights.values() else {}
     return made | {name: record.text(name) for name in ("tool_call_id", "name") if name in record}

@@ -20,7 +20,7 @@ NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
-    ANSWER_WAS_FORCED: "searches, although only an answer was allowed",
+    ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
     NO_ROOM: "has no room for documents",
 }
 # Faults of protocols whose steps have a query or an answer.

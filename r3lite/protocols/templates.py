@@ -43,7 +43,7 @@ def read_prompt(name: str) -> str:
     try:
         return place_of(name).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
         raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Pass a UTF-8 text file.") from error
 
 

@@ -217,7 +217,7 @@ def test_reasoning_content_is_a_thought():
     for content in ("", "<think>\na\n</think>\n\nb"):
         with pytest.raises(InvalidRecord, match=r"messages\[2\].reasoning_content needs a content that is not blank"):
             said({"messages": with_key(reasoned["messages"], 2, "content", content)})
-    with pytest.raises(InvalidRecord, match=r"messages\[1\].reasoning_content is 'x', a key that is not known"):
+    with pytest.raises(InvalidRecord, match=r"messages\[1\].reasoning_content is 'x', but the key is unknown"):
         said({"messages": with_key(MESSAGES["messages"], 1, "reasoning_content", "x")})
 
 
@@ -305,7 +305,7 @@ def test_traces_of_s1_and_openr1():
         (ALPACA | {"output": " "}, "output is blank"),
         (ALPACA | {"input": 3}, "input is 3, not text"),
         (PROMPT | {"prompt": [{"role": "user", "content": "x"}]}, "prompt is .* not text"),
-        (GLAIVE | {"chat": "Hello"}, "chat does not open with USER:"),
+        (GLAIVE | {"chat": "Hello"}, "chat does not start with USER:"),
         (GLAIVE | {"chat": "USER: Hello"}, "no assistant message"),
         (R1 | {"reasoning": ""}, "reasoning is blank"),
         ({"question": "a", "answer": "b"}, "neither 'steps' .* instruction, output.*r3lite.collect"),

@@ -228,7 +228,7 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(R3LiteError, match="there is no such file"):
+    with pytest.raises(R3LiteError, match="no such file"):
         read_questions("no/such/file.json")
 
 

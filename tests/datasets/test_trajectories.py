@@ -232,9 +232,9 @@ def changed(number, **fields):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (TRAJECTORY.to_json() | {"steps": []}, "it has no steps"),
+        (TRAJECTORY.to_json() | {"steps": []}, "no steps"),
         (TRAJECTORY.to_json() | {"question": ""}, "question is blank"),
-        (TRAJECTORY.to_json() | {"steps": TRAJECTORY.to_json()["steps"][:2]}, "its last step does not answer"),
+        (TRAJECTORY.to_json() | {"steps": TRAJECTORY.to_json()["steps"][:2]}, "the last step does not answer"),
         (changed(0, analysis=" "), "step 1 has no problem analysis"),
         (changed(1, query="who directed Brenn"), "step 2 repeats an earlier query"),
         (changed(0, query="two\nlines"), "step 1 goes on after the query"),
@@ -252,7 +252,7 @@ def changed(number, **fields):
         ({"messages": [{"role": "user", "content": "Hi"}]}, "nothing to train on"),
         ({"messages": [{"role": "bot", "content": "Hi"}]}, "messages[0].role is 'bot'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
-        ({"question": "Q?", "answer": "a"}, "by `python -m r3lite.collect`"),
+        ({"question": "Q?", "answer": "a"}, "run `python -m r3lite.collect`"),
         ({"text": "a"}, "neither 'steps'"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_family_s_defaults_are_those_of_transformers(tmp_path, model_type):
         ),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
-        ({"model_type": "qwen3", "head_dim": 31}, "head_dim) is 31"),
+        ({"model_type": "qwen3", "head_dim": 31}, "head_dim is 31"),
         ({"model_type": "llama", "num_attention_heads": 3}, "do not divide"),
     ],
 )

@@ -218,7 +218,7 @@ def edited(path, change):
         (lambda t: t["added_tokens"][1].update(id="257"), "cannot be used: invalid type: string"),
         (
             lambda t: t["added_tokens"][2].update(id=10**6),
-            r"added_tokens\[2\]\.id is 1000000; the token '<\|im_end\|>' gets 258",
+            r"added_tokens\[2\]\.id is 1000000, but '<\|im_end\|>' has the id 258",
         ),
         (lambda t: t["model"].update(vocab=[]), "cannot be used"),
         (lambda t: t["model"].update(vocab=t["model"]["vocab"] | {"a": 2**40}), "cannot be used"),

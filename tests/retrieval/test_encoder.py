@@ -261,7 +261,7 @@ def test_a_pooling_folder_of_another_name_is_read(minilm, tmp_path):
     (folder / "1_Pooling").rename(folder / "pool")
     BertEncoder(str(folder), "plain")
     (folder / "modules.json").write_text(json.dumps([{"type": "models.Dense", "path": "2"}]))
-    with pytest.raises(R3LiteError, match="computes itself: it has a module Dense"):
+    with pytest.raises(R3LiteError, match="supported BERT encoder: it has a module Dense"):
         BertEncoder(str(folder), "plain")
     (folder / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "pool"}]))
     (folder / "pool" / "config.json").write_text('{"pooling_mode": "max"}')

@@ -245,7 +245,7 @@ def test_duckduckgo_without_results_is_a_failure(duckduckgo, reply, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"web_results": 3}, "--top-k is 5, and --web-results 3 brings fewer"),
+        ({"web_results": 3}, "--top-k is 5; it must be at most --web-results, 3"),
         ({"retriever": "duckduckgoo"}, "did you mean duckduckgo"),
     ],
 )

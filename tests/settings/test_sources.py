@@ -74,7 +74,7 @@ def test_the_command_line_names_files_with_weights():
         ),
         ('type = "chat"\nformat = "r3"', "the source rows is of type chat, which has no steps: remove its format"),
         ("wieght = 2", "the source rows.jsonl has no key 'wieght' (did you mean weight?)"),
-        ('name = "a/b"', "the source of rows.jsonl is named 'a/b'; a name is of letters"),
+        ('name = "a/b"', "the source of rows.jsonl is named 'a/b'; a name has letters"),
         ('name = "other"', "2 sources are named other"),
         ('[[sources]]\nname = "x"', "a source has no file"),
         ('[[sources]]\nfile = " "', "a source has no file"),

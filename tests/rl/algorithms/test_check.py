@@ -89,9 +89,9 @@ def test_a_file_counts_as_asked_for(tmp_path):
     ("flags", "says"),
     [
         ("--kl-beta 0 --kl-target 0.1", "--kl-target needs a --kl-beta above 0"),
-        ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 has an expected gradient of 0 in the loss of grpo"),
+        ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 has a mean gradient of 0 in the loss of grpo"),
         ("--importance-cap 2", "also needs --old-logprobs trainer"),
-        *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1; {name.upper()} compares episodes")
+        *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1, but {name.upper()} compares episodes")
           for name, cls in ALGORITHMS.items() if cls.has_groups),
         ("--algorithm dgpo", "pass --teacher MODEL, or --teacher-logprobs FOLDER"),
         ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo needs one teacher"),
