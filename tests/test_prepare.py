@@ -117,7 +117,7 @@ def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys)
     ("more", "said"),
     [
         (["--test-size", "46"], "--dev-size and --test-size together are 51, but there are only 50 questions"),
-        (["--test-size", "45"], "no question is left to train on"),
+        (["--test-size", "45"], "no question is left for train.jsonl"),
         (["--train-size", "39"], "--train-size is 39, but there are only 38 questions"),
     ],
 )

@@ -69,7 +69,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
     finally:
         process.kill()
         process.wait()
-    assert f"{dying} gives no answer" in capfd.readouterr().err
+    assert f"{dying} does not answer" in capfd.readouterr().err
 
 
 def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running):
@@ -164,7 +164,7 @@ def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running,
     url = running(service_of(cold))
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     sampler.sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
-    with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 gives no answer"):
+    with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 does not answer"):
         sampler.sample(1, Stopwatch())
 
 

@@ -177,7 +177,7 @@ def test_successes_are_kept_and_asked_again():
     ("flags", "says"),
     [
         ("luffy", "--traces is missing: luffy needs a file of a teacher's traces"),
-        ("hybrid", "--traces is missing: hybrid learns"),
+        ("hybrid", "--traces is missing: hybrid needs"),
         ("luffy --traces x.jsonl --outcome-em 0", "luffy needs a reward for correct answers"),
         ("exgrpo --outcome-em 0", "exgrpo needs a reward for correct answers"),
         (

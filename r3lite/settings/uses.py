@@ -174,7 +174,7 @@ USES = (
     Use("index_type memory_budget", "a new index in a folder, without --add and --delete",
         lambda s: not (s.add or s.delete or collection_server(s.output or ""))),
     Use("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.command != "index" or s.corpus or s.add),
-    Use("chunk_tokens chunk_overlap max_file_mib", "a folder: --documents or --add; JSONL passages are not split",
+    Use("chunk_tokens chunk_overlap max_file_mib", "--documents, or a folder in --add; JSONL passages are not split",
         lambda s: s.documents or (s.add and Path(s.add).is_dir())),
     # Episodes
     Use(of(ProtocolSettings, ProcedureSettings, but="system_prompt"), "a --baseline with steps",

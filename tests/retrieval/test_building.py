@@ -84,7 +84,7 @@ def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path,
     ):
         with pytest.raises(R3LiteError, match=f"with another {what}") as error:
             build(tmp_path / "i", encoder, documents, kind)
-        assert f"remove {work}" in error.value.remedy
+        assert f"delete {work}" in error.value.remedy
     other = Counted()
     other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
     with pytest.raises(R3LiteError, match="the vectors differ"):

@@ -66,7 +66,7 @@ def test_what_fits(conditions, fit):
 def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
     with pytest.raises(R3LiteError, match=words) as error:
         fitting(conditions, DOCUMENTS)
-    assert "lnag" not in words or error.value.remedy == "There are free, id, lang, part, title, year."
+    assert "lnag" not in words or error.value.remedy == "Known fields: free, id, lang, part, title, year."
 
 
 @pytest.mark.parametrize(

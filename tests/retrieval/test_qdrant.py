@@ -77,7 +77,7 @@ def test_the_command_fills_a_collection(server, minilm, tmp_path, settings, caps
     assert "written     30 passages" in capsys.readouterr().out
     assert [found[0].id for found in ask(settings)][::2] == ["p7", "p21"]
     assert recipe.main([*given, "--encoder", "hashing"]) == 2
-    assert "name a BERT" in capsys.readouterr().err
+    assert "pass a BERT" in capsys.readouterr().err
     assert recipe.main([*given, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
     assert "--index-type is hnsw, but has no effect" in capsys.readouterr().err
 
@@ -161,7 +161,7 @@ def test_without_its_package_it_names_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"encoder": "hashing"}, "name a BERT"),
+        ({"encoder": "hashing"}, "pass a BERT"),
         ({"retriever": "qdrant://user:password@here/towns"}, "contains a user or password"),
         ({"retriever": "qdrant+http://here/towns"}, "is not an http or https address"),
     ],

@@ -296,7 +296,7 @@ def test_a_refusal_is_final(running):
 
 def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, slept, monkeypatch):
     monkeypatch.setattr(remote, "TIMEOUT", 0.2)
-    with pytest.raises(R3LiteError, match=r"gives no answer: .*[Tt]ime"):
+    with pytest.raises(R3LiteError, match=r"does not answer: .*[Tt]ime"):
         Remote(running(Scripted((200, says(), 1.0)))).search(["q"], 3)
     with pytest.raises(R3LiteError, match="does not answer: ConnectError"):
         Remote("http://127.0.0.1:9/retrieve").search(["q"], 3)

@@ -137,7 +137,7 @@ def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
         ((200, b"<html>", 0), "did not reply like documented: .*not JSON"),
         ((200, {}, 0), "results is missing"),
         ((401, b"bad key", 0), "refuses: status 401: bad key"),
-        ((429, b"slow down", 0), "gives no answer: status 429: slow down"),
+        ((429, b"slow down", 0), "does not answer: status 429: slow down"),
         ((200, b"x" * 100_000, 0), "sends more than"),
         ((200, PAGES, 1.0), "[Tt]ime"),
         ((302, b"", 0, {"location": "http://127.0.0.1:9/"}), "refuses: status 302"),

@@ -70,7 +70,7 @@ def test_a_part_with_tensors_has_a_file_that_is_checked_like_the_others(tmp_path
             torch.equal(found.tensors["replay"][name], tensor) and found.tensors["replay"][name].dtype == tensor.dtype
         )
     flip(folder / "replay.safetensors")
-    assert checkpoint.fault(folder) == "replay.safetensors is not what was written"
+    assert checkpoint.fault(folder) == "replay.safetensors has changed since it was written"
     (folder / "replay.safetensors").unlink()
     assert checkpoint.fault(folder) == "replay.safetensors is missing"
 
@@ -98,9 +98,9 @@ def restated(folder: Path, **changed) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors is not what was written"),
-        (lambda f: (f / "state.json").write_text("{"), "state.json is not what was written"),
-        (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json is not"),
+        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors has changed since it was written"),
+        (lambda f: (f / "state.json").write_text("{"), "state.json has changed since it was written"),
+        (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json has changed"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a JSON object"),
