@@ -250,8 +250,11 @@ def test_calls_of_tools_and_what_they_bring():
             {"function": {"name": "x", "arguments": [1]}},
             r"tool_calls\[0\].function.arguments is \[1\], not a JSON object",
         ),
-        ({"function": {"name": "x"}, "name": "y"}, r"tool_calls\[0\].name is 'y', a key that is not known"),
-        ({"function": {"name": "x", "strict": True}}, r"tool_calls\[0\].function.strict is True, a key"),
+        ({"function": {"name": "x"}, "name": "y"}, r"tool_calls\[0\].name is 'y', but the key is unknown"),
+        (
+            {"function": {"name": "x", "strict": True}},
+            r"tool_calls\[0\].function.strict is True, but the key is unknown",
+        ),
         ({"function": {}}, r"tool_calls\[0\].function.name is missing"),
         ("rate()", r"tool_calls\[0\] is 'rate\(\)', not a JSON object"),
     ],

@@ -95,5 +95,5 @@ def test_what_is_no_source_is_refused(tmp_path, text):
 
 def test_one_table_is_not_a_list(tmp_path):
     """[sources] is a table of a command of that name to the reader, which says that there is none."""
-    with pytest.raises(UsageError, match="unknown table \[sources\]"):
+    with pytest.raises(UsageError, match=r"unknown table \[sources\]"):
         read(tmp_path, '[sources]\nfile = "a.jsonl"\n')
