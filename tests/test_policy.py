@@ -154,11 +154,11 @@ def test_an_adapter_without_a_fingerprint_is_taken(base, commands, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--lora-r", "8"], "--lora-r is 8, and the adapter {} has 4"),
-        (["--lora-alpha", "16"], "--lora-alpha is 16.0, and the adapter {} has 8.0"),
-        (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, and the adapter {} has 0.0"),
-        (["--lora-targets", "q_proj,v_proj"], "--lora-targets is ('q_proj', 'v_proj'), and the adapter {} has"),
-        (["--rslora"], "--rslora is True, and the adapter {} has False"),
+        (["--lora-r", "8"], "--lora-r is 8, but the adapter {} has 4"),
+        (["--lora-alpha", "16"], "--lora-alpha is 16.0, but the adapter {} has 8.0"),
+        (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, but the adapter {} has 0.0"),
+        (["--lora-targets", "q_proj,v_proj"], "--lora-targets is ('q_proj', 'v_proj'), but the adapter {} has"),
+        (["--rslora"], "--rslora is True, but the adapter {} has False"),
     ],
 )
 def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, capsys, name, asked, words):
