@@ -19,7 +19,7 @@ def listing() -> str:
     """The commands with a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary(name)}" for name in COMMANDS]
-    return "\n".join(["usage: r3lite COMMAND [--setting VALUE ...]", "", *lines, "", "r3lite COMMAND --help has more."])
+    return "\n".join(["usage: r3lite COMMAND [--setting VALUE ...]", "", *lines, "", "See r3lite COMMAND --help."])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         return 0
     if name not in COMMANDS:
-        known = f"there are {', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
-        print(f"r3lite: no command is named {name!r}; {known}", file=sys.stderr)
+        known = ", ".join(COMMANDS) + nearest(name, COMMANDS)
+        print(f"r3lite: unknown command {name!r}; choose from {known}", file=sys.stderr)
         return 2
     return importlib.import_module(f"r3lite.{name}").main(rest)
 

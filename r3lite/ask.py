@@ -1,4 +1,4 @@
-"""Asks a trained model questions: streams its reasoning, with the documents of its queries, then the answer."""
+"""Asks a trained model: streams its reasoning, the documents of its queries, and the answer."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ def ask(config: AskConfig) -> None:
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
     if made_by_run(config.model.model, config.model.adapter) is None:
-        print("warning: without --adapter, the model was not trained on the step format", file=sys.stderr)
+        print("warning: without --adapter, the model is not trained on the step format", file=sys.stderr)
     conversation = Conversation(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
     if question is not None:
         conversation.ask(question)
@@ -34,7 +34,7 @@ def ask(config: AskConfig) -> None:
             check_texts({"question": line})
             conversation.ask(line)
         except KeyboardInterrupt:
-            print("\nstopped; Ctrl-C again to leave", file=sys.stderr)
+            print("\nstopped; press Ctrl-C again to exit", file=sys.stderr)
         except (R3LiteError, UsageError) as error:  # about this question, such as one that is too long
             print(f"\n{error}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Shows how a format is written and how a turn in it is read: a check for a format of your own."""
+"""Shows a sample episode in a step format, or how a turn in it is parsed, to check your own format."""
 
 from r3lite.core import command
 from r3lite.core.episode import Document, Step
@@ -14,8 +14,8 @@ FOUND = (
 
 
 class CheckFormatConfig(CommandConfig):
-    """Shows a sample episode as --format writes it, what of it the model writes and what is given to it, and how each
-    turn is read; or, with --turn, how a turn of your own is read and what is wrong with it. Needs no model.
+    """Prints a sample episode in --format, with the parts that the model writes, the parts that it is given, and how
+    each turn is parsed. With --turn, parses your own turn and lists its faults. Needs no model.
     """
 
     check: CheckFormatSettings = CheckFormatSettings()
@@ -29,7 +29,7 @@ def check(config: CheckFormatConfig) -> None:
     if config.check.turn is None:
         show_sample(protocol)
         return
-    text = read_text(config.check.turn, "Name a UTF-8 text file with one turn.").replace("\r\n", "\n")
+    text = read_text(config.check.turn, "Pass a UTF-8 text file with one turn.").replace("\r\n", "\n")
     earlier = sample(protocol)[: config.check.step - 1]
     show(protocol, protocol.parse(protocol.first_turn(text), earlier))
 
@@ -47,10 +47,10 @@ def show_sample(protocol: Protocol) -> None:
     steps = sample(protocol)
     for number, step in enumerate(steps, 1):
         text = protocol.render(step, number)
-        print(f"\n-- the model, turn {number}\n{text}\n\n-- is read as")
+        print(f"\n-- the model, turn {number}\n{text}\n\n-- is parsed as")
         show(protocol, protocol.parse(text, steps[: number - 1]))
         if step.searches:
-            print(f"\n-- is given then\n{protocol.observation(protocol.quoted(QUESTION), steps[:number])}")
+            print(f"\n-- then is given\n{protocol.observation(protocol.quoted(QUESTION), steps[:number])}")
     print(f"\n-- a forced answer begins with\n{protocol.answer_opening(len(steps))}")
     print(f"\n-- a turn ends at\n{' or '.join(map(repr, protocol.stop_strings))} or the end of the chat's turn")
 

@@ -1,5 +1,4 @@
-"""Writes SFT trajectories: from gold decompositions without a teacher, or sampled from a teacher or from the model
-itself and filtered.
+"""Writes trajectories for SFT: from gold decompositions, or sampled from a teacher or the model itself.
 
 Both are given the student's prompts and the documents retrieved for their own queries, never the answer.
 """
@@ -42,9 +41,9 @@ def plan(config: CollectConfig) -> str:
 
 def write_trajectories(config: CollectConfig) -> None:
     if config.collect.source == "teacher" and config.judge.judge == "local":
-        raise UsageError("--judge local cannot teach: pass gemini, or openai with the address of a server of your own")
+        raise UsageError("--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url")
     if config.collect.source == "self" and config.sampling.temperature == 0 and config.collect.num_generations > 1:
-        raise UsageError("--temperature 0 samples the same episode again and again: pass --num-generations 1")
+        raise UsageError("--temperature 0 always samples the same episode: pass --num-generations 1")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     with sole_writer(output, folder=False):
@@ -53,8 +52,8 @@ def write_trajectories(config: CollectConfig) -> None:
 
         tally = collecting.collect(config, output, earlier)
     print(f"{tally.table()}\nwritten to {output}")
-    if not (tally.kept or tally.extra.get("kept by earlier runs")):
-        raise R3LiteError("no trajectory was kept", "The table above says why.")
+    if not (tally.kept or tally.extra.get("kept from earlier runs")):
+        raise R3LiteError("no trajectory was kept", "The table above shows why.")
 
 
 main = command.Command("collect", CollectConfig(), run, plan).entry(__name__)

@@ -1,4 +1,4 @@
-"""What this machine can do and whether r3lite computes correctly, in about a minute: a line per check."""
+"""Checks whether r3lite computes correctly on this machine, and how fast, in about a minute."""
 
 import contextlib
 import io
@@ -17,11 +17,12 @@ FILE = "~/.cache/r3lite/doctor.json"
 
 
 class DoctorConfig(CommandConfig):
-    """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
+    """Checks whether r3lite computes correctly on this machine, and how fast, in about a minute, without a download.
 
-    Each check is a line: ok; !! with what to do; -- with the reason why it does not apply here. If any failed, the exit
-    status is 1. Times are predicted from the speeds that it measures. All of it is written to --output FILE.json, by
-    default ~/.cache/r3lite/doctor.json, for a bug report: it holds no path and no name of yours.
+    Prints one line per check: ok; !! for a failure, with what to do; -- for a check that does not apply here, with the
+    reason. The exit status is 1 if a check fails. Later time predictions use the measured speeds. The report is written
+    to --output FILE.json, by default ~/.cache/r3lite/doctor.json; attach it to bug reports: it contains no paths and no
+    user or host names.
     """
 
     doctor: DoctorSettings = DoctorSettings()
@@ -42,13 +43,13 @@ def examine(config: DoctorConfig) -> None:
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     here = machine.describe(device, driver)
-    print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nwhat this machine is")
+    print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nmachine")
     for what, which in machine.lines(here).items():
         print_line(f"   {what}", hide(which))
-    print("\nwhat it can do", flush=True)
+    print("\nspeed", flush=True)
     measured, report = [], Report(hide)
     report.make("speeds", speeds.measured_speeds, device, measured)
-    print("\nwhether r3lite computes correctly on it")
+    print("\ncorrectness")
     for check in registry.CHECKS:
         report.make(check.name, check.run, precision)
     report.make(registry.BESIDE[0], card.beside_tensors, precision, driver, report.measured)
@@ -63,17 +64,17 @@ def examine(config: DoctorConfig) -> None:
         "checks": report.checks,
     }
     write_json(path, found)
-    print(f"\n{seconds:.0f} s; written to {path}, without a path or name of yours: send it with a bug report")
+    print(f"\n{seconds:.0f} s; written to {path}, without paths or names: attach it to bug reports")
     if report.failed:
         message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
-        raise R3LiteError(message, "Their lines say what to do.")
+        raise R3LiteError(message, "See their lines for what to do.")
 
 
 def listing(config: DoctorConfig) -> str:
     """The checks, for `--dry-run`."""
     from r3lite.checks.registry import BESIDE, CHECKS
 
-    checks = [("speeds", "memory, matrix products, the cost of a kernel"), *((c.name, c.about) for c in CHECKS), BESIDE]
+    checks = [("speeds", "memory, matrix products, kernel launches"), *((c.name, c.about) for c in CHECKS), BESIDE]
     return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in checks)])
 
 

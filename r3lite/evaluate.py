@@ -1,4 +1,4 @@
-"""Answers a question set with retrieval and scores it, in scores.json and predictions.jsonl; or compares two such."""
+"""Answers a question set with retrieval and scores the answers, or compares two evaluations."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ def evaluate(config: EvaluateConfig) -> None:
         compare_predictions(*config.evaluate.compare, config.common.seed, config.common.output)
         return
     if not config.data.data:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
+        raise UsageError("--data is missing: pass a question file in any supported format, or name,subset,split")
     check_baseline(config)
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     with sole_writer(output):
@@ -35,10 +35,10 @@ def check_baseline(config: EvaluateConfig) -> None:
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
     if opening.searches and config.retrieval.retriever == "none":
-        raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
+        raise R3LiteError(f"--baseline {baseline} needs a retriever, but --retriever is none", "Pass another one.")
     if opening.searches and not protocol.searches:
-        cause = f"--baseline {baseline} searches, and --format {config.protocol.format} has no search"
-        raise R3LiteError(cause, "Choose another baseline or format.")
+        cause = f"--baseline {baseline} needs a search, but --format {config.protocol.format} has none"
+        raise R3LiteError(cause, "Pass another --baseline or --format.")
 
 
 def plan(config: EvaluateConfig) -> str:

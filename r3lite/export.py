@@ -1,4 +1,4 @@
-"""Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama, with a card."""
+"""Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 
 class ExportConfig(CommandConfig):
-    """Merges an adapter into its base and writes the result for other programs into the folder --output; without
-    --adapter, the base as it is.
+    """Merges an adapter into its base model and writes the result for other programs to the folder --output. Without
+    --adapter, exports the base model.
 
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
@@ -20,11 +20,11 @@ class ExportConfig(CommandConfig):
     python -m r3lite.export --model Qwen/Qwen2.5-0.5B --form gguf --output base-gguf
     python -m r3lite.export --adapter runs/ppo --output my-model --push me/my-model --yes
 
-    The merge is in fp32, and takes 4 bytes a weight of memory. Format, prompts, chat template and the token that ends
-    a turn are those of the adapter's run, and an export of which other programs would make another prompt is refused.
-    What was written is read back and compared: after --prompts prompts, the logits of both, and whether the likeliest
-    next token is the same. The folder has a model card with base, settings, scores (--evaluation), prompt and a
-    snippet, and for GGUF a Modelfile for Ollama.
+    The merge is in fp32 and needs 4 bytes of memory per weight. Format, prompts, chat template and end-of-turn token
+    are those of the adapter's run; if other programs would build a different prompt, the export stops with an error.
+    The exported model is loaded again and compared with the original on --prompts prompts: logits and most likely next
+    token. The folder also has a model card with the base model, settings, scores (--evaluation), prompt and example
+    code, and for GGUF a Modelfile for Ollama.
     """
 
     export: ExportSettings = ExportSettings()
@@ -34,7 +34,7 @@ class ExportConfig(CommandConfig):
 def export(config: ExportConfig) -> None:
     settings = config.export
     if config.common.output is None:
-        raise UsageError("--output is missing: the folder to write")
+        raise UsageError("--output is missing: pass a new folder")
     if FILES[settings.form]:
         with extra("gguf", "a GGUF file"):  # before the merge
             import gguf  # noqa: F401
@@ -42,16 +42,16 @@ def export(config: ExportConfig) -> None:
         hub.token()  # before the merge, too
     scores = {}
     if settings.evaluation:
-        scores = read_record(Path(settings.evaluation) / "scores.json", "Name the folder of an evaluation.").values
+        scores = read_record(Path(settings.evaluation) / "scores.json", "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         whole, taken = is_export(output), names_in(output) if output.is_dir() else output.exists()
         if whole or not taken:
             sweep(output)  # of a kill
         if settings.push and whole:
-            print(f"{output} was written before, and stays as it is")
+            print(f"{output} was already exported, and is not changed")
         elif taken:
-            raise R3LiteError(f"--output {output} is there already", "Name a new folder.")
+            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.")
         else:
             from r3lite.assembly import exporter
 
@@ -61,7 +61,7 @@ def export(config: ExportConfig) -> None:
             if settings.yes:
                 print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")
             else:
-                print("nothing was uploaded: look at the folder, then give the same command with --yes")
+                print("nothing was uploaded: check the folder, then run the same command with --yes")
 
 
 main = command.Command("export", ExportConfig(), export).entry(__name__)

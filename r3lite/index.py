@@ -1,4 +1,4 @@
-"""Builds a FAISS index of corpora or of a folder of documents, for `--index` of other commands, and changes one."""
+"""Builds or edits a FAISS index of a corpus or of a folder of documents, for --index of other commands."""
 
 import time
 from pathlib import Path
@@ -14,13 +14,13 @@ UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on 
 
 
 class IndexConfig(CommandConfig):
-    """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
-    --output. What it left out of --documents is printed, and all of it is in skipped.jsonl there. After a kill the same
-    command goes on where it was. --add and --delete change an index that is there. With --output
-    qdrant://host:6333/collection they are written into that collection of a Qdrant server (extra qdrant).
+    """Encodes the passages of --documents or --corpus and writes an index to the folder --output. Files of --documents
+    that were skipped are listed in its skipped.jsonl. The same command continues an interrupted build. --add and
+    --delete change an existing index. With --output qdrant://host:6333/collection, passages are written to a Qdrant
+    server (extra qdrant).
 
-    Other commands search it with --index FOLDER and the same --encoder. Training retrieves on the CPU in any case;
-    only here the encoder may use a GPU.
+    Other commands search the index with --index FOLDER and the same --encoder. They encode queries on the CPU; only
+    this command uses the GPU.
     """
 
     index: IndexSettings = IndexSettings()
@@ -34,12 +34,12 @@ def work(config: IndexConfig) -> None:
     settings, output = config.index, config.common.output
     if settings.edits:
         if not output:
-            raise UsageError("--output is missing: the folder of the index to change")
+            raise UsageError("--output is missing: pass the folder of the index to edit")
         with sole_writer(output, folder=False):
             building.edit(settings, config.chunking, Path(output))
         return
     if not (settings.documents or settings.corpus):
-        raise UsageError("--documents or --corpus is missing: a folder, or a JSONL file of passages (id, title, text)")
+        raise UsageError("--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)")
     if collection_server(output or ""):
         building.fill(settings, config.chunking, output)
         return
@@ -62,9 +62,9 @@ def plan(config: IndexConfig) -> str:
     elif settings.corpus:
         count = sum(count_lines(path) for path in settings.corpus)
     else:
-        return "Nothing is estimated without --documents or --corpus."
+        return "For an estimate, pass --documents or --corpus."
     dimension = known_dimension(settings.encoder)
-    assumed = "" if dimension else f" ({UNKNOWN} dimensions are assumed: the encoder is not on this machine)"
+    assumed = "" if dimension else f" (assuming {UNKNOWN} dimensions, because the encoder is not on this machine)"
     chosen = choose(settings.index_type, count, dimension or UNKNOWN, budget_bytes(settings.memory_budget))
     return f"Estimate\n  {chosen.summary()}{assumed}"
 

@@ -1,4 +1,4 @@
-"""The memory and the time that a run will take, before it runs: a table by phase, and the settings chosen to fit."""
+"""Predicts the memory and the time of a run: a table by phase, and the settings chosen to fit."""
 
 import argparse
 import contextlib
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class PlanSftConfig(SftConfig):
-    """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
+    """Predicts the memory and the time of a run without loading weights.
 
-    Give it the flags of the run: those of `sft`, or with --algorithm ppo or another of its choices those of `ppo`. The
-    sizes of the models in docs/models.md are known offline; --card plans for a card that is elsewhere. With --output
-    FOLDER, plan.json is written, too.
+    Pass the flags of the run: those of `sft` or, with --algorithm, those of `ppo`. The sizes of the models in
+    docs/models.md are known offline. --card plans for another card; --output FOLDER also writes plan.json.
     """
 
     data: DataSettings = DataSettings()  # a plan needs no data

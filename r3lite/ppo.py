@@ -1,4 +1,4 @@
-"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
+"""Trains a LoRA adapter by reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
 
 The trainer is in assembly/reinforcement.py.
 """

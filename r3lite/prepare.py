@@ -1,4 +1,4 @@
-"""Draws questions to train on, to choose by and to test on from a data set, once, into files of JSON lines."""
+"""Splits a data set into train.jsonl, dev.jsonl and test.jsonl."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ MANIFEST = "manifest.json"
 
 
 class PrepareConfig(CommandConfig):
-    """Draws train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from a file of
-    your own, into data/processed/NAME (or --output): rows as they are in the data set, in its order, no question in two
-    of them. manifest.json has the checksums of what they were drawn from. A folder that has it is left as it is.
+    """Samples train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from your
+    own file, into data/processed/NAME (or --output). Rows are unchanged and in their original order; no question is in
+    two files. manifest.json has the checksums of the sources. A folder that was prepared before is not changed.
     """
 
     data: QuestionSettings = QuestionSettings()

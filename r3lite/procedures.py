@@ -1,4 +1,4 @@
-"""Lists, checks and adds procedures, and shows which one fits a question."""
+"""Lists, checks and adds procedures, and shows which one matches a question."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from r3lite.core.episode import folded
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
-NONE = "none fits: nothing would stand before the question"
+NONE = "no procedure matches: nothing would be inserted before the question"
 
 
 class ProceduresConfig(CommandConfig):
     """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
 
-    With --add, those of another file are written into it; with --match, which of them fits a question, and why. Pass
-    the file to ask, serve and evaluate as --procedures.
+    --add adds the procedures of another file to it; --match shows which one matches a question, and why. Pass the file
+    to ask, serve and evaluate as --procedures.
     """
 
     file: ProcedureFileSettings = ProcedureFileSettings()
@@ -27,7 +27,7 @@ def procedures(config: ProceduresConfig) -> None:
 
     path, given = config.procedures.procedures, config.file
     if path is None:
-        raise UsageError("--procedures is missing: a JSON file of procedures; docs/procedures.md shows one")
+        raise UsageError("--procedures is missing: pass a JSON file of procedures; docs/procedures.md shows one")
     found = [] if given.add and not Path(path).exists() else read_procedures(path)
     if given.add and Path(path).is_dir():
         raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {given.add} into it")
@@ -35,7 +35,7 @@ def procedures(config: ProceduresConfig) -> None:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)
         if twice := [p.name for p in more if folded(p.name) in names]:
-            raise R3LiteError(f"{path} has a procedure named {twice[0]} already", "Rename it, or change the other.")
+            raise R3LiteError(f"{path} already has a procedure named {twice[0]}", "Rename one of them.")
         found += more
         write_text(path, to_json(found))
         print(f"added {len(more)} to {path}")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run, or of several side by side."""
+"""Writes one self-contained HTML page about a run, or about several side by side."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +17,12 @@ EVERY = 10  # seconds between two looks at a run that goes on
 
 
 class ReportConfig(CommandConfig):
-    """Writes a page of what a run did: python -m r3lite.report runs/ppo
+    """Writes an HTML page about a run: python -m r3lite.report runs/ppo
 
-    Names of several folders put their runs side by side; a folder that holds runs, such as quickstart's, stands for
-    all of them; a file of trajectories or questions is shown by the lengths of its parts. The page is one file
-    without a script that needs no network: charts of training, scores with intervals and errors of evaluations,
-    episodes with their documents and rewards. It is written to --output, by default report.html in the first folder
-    that is named.
+    The page shows training curves, evaluation scores with intervals and errors, and episodes with their documents and
+    rewards, in one file without scripts or network access. Several run folders are shown side by side; a folder that
+    contains runs, such as quickstart's, stands for all of them; for a file of trajectories or questions, the page shows
+    lengths. It is written to --output, by default report.html in the first folder.
     """
 
     report: ReportSettings = ReportSettings()

@@ -1,4 +1,4 @@
-"""Measures a retriever: recall of the gold paragraphs when the question itself is the query; or shows one query."""
+"""Measures the recall of a retriever with questions as queries, shows the result of a query, or serves queries."""
 
 import dataclasses
 import time
@@ -17,11 +17,11 @@ SHOWN = 160  # characters of a passage that --query prints
 
 
 class RetrieveConfig(CommandConfig):
-    """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first
-    passages that are retrieved for its text, averaged over questions. Written to recall.json in --output.
+    """Measures recall at 2, 5, 10 and --top-k: the share of a question's gold paragraphs among the first passages found
+    with the question as query, averaged over questions. Writes recall.json to --output.
 
-    With --query, the passages that one query brings, their scores and the retriever that found each. With --serve, a
-    server that answers POST /retrieve as Search-R1's does, and with --rerank POST /rerank.
+    With --query, prints the passages found by one query, their scores and the retriever that found each. With --serve,
+    answers POST /retrieve in Search-R1's format and, with --rerank, POST /rerank.
     """
 
     retrieve: RetrieveSettings = RetrieveSettings()
@@ -37,7 +37,7 @@ def retrieve(config: RetrieveConfig) -> None:
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError("--data is missing: a question file, or name,subset,split; or pass --query or --serve")
+        raise UsageError("--data is missing: pass a question file, or name,subset,split; or pass --query or --serve")
 
 
 def answer_queries(config: RetrieveConfig) -> None:
@@ -45,7 +45,7 @@ def answer_queries(config: RetrieveConfig) -> None:
     from r3lite.retrieval.server import serve
 
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError("--serve has no questions of --data: leave --context question, golden and none out")
+        raise UsageError("--serve does not work with --context question, nor with --retriever golden or none")
     serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
 
 
@@ -65,7 +65,7 @@ def show_query(config: RetrieveConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
 
     if config.retrieval.context == "question" or config.retrieval.retriever == "golden":
-        raise UsageError("--query belongs to no question of --data: leave out --context question and golden")
+        raise UsageError("--query does not work with --context question or --retriever golden")
     query, setup = config.retrieve.query, read_setup(config, config.retrieval.top_k)
     (outcome,) = build_retriever(setup)([(Question("query", query, ()), query)])
     if isinstance(outcome, Failure):
@@ -75,7 +75,7 @@ def show_query(config: RetrieveConfig) -> None:
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         print(f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {document.title}\n     {text}")
     if not outcome:
-        print("nothing was found")
+        print("nothing found")
 
 
 def measure_recall(config: RetrieveConfig) -> None:
@@ -89,7 +89,7 @@ def measure_recall(config: RetrieveConfig) -> None:
     known = [q for q in setup.questions if q.gold]
     if not known:
         remedy = "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file."
-        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs to measure recall by", remedy)
+        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs, which recall needs", remedy)
     recall.measure(setup, known, cuts, output)
     if config.retrieve.gap_report:
         recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))

@@ -1,4 +1,4 @@
-"""Serves a trained model: a web page, an API of its own and OpenAI's, for several people and adapters at once."""
+"""Serves a trained model: a web page and an HTTP API, also OpenAI-compatible, for several users and adapters."""
 
 import time
 
@@ -24,9 +24,9 @@ def serve(config: ServeConfig) -> None:
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         message = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
-        print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
+        print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C stops)", flush=True)
         for note in answering.notes.values():
-            print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
+            print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
         desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
         page = app.build_app(desk, config.server, config.limits, token)
         quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}

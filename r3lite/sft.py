@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations.
+"""Fine-tunes a LoRA adapter, or all weights, on trajectories and conversations (SFT).
 
 The trainer is in assembly/supervised.py.
 """

@@ -1,4 +1,4 @@
-"""Improves a prompt file by critiques of its results."""
+"""Improves a prompt file with a critic model."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ HISTORY, CACHE = "history.json", "judge-cache"
 
 def tune(config: TunePromptConfig) -> None:
     if config.judge.judge == "none":
-        raise UsageError("--judge is missing: who criticizes: gemini, openai, or local for a model on this device")
+        raise UsageError("--judge is missing: pass the critic: gemini, openai, or local for a model on this device")
     output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
     with sole_writer(output):
         command.check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
@@ -49,7 +49,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
     print(f"the first had {shown(first.scores[history.metric])}")
     print(f"written to {output / BEST}; all prompts: {output / HISTORY}")
     if best is not first:
-        print("It was chosen for this score, which flatters it: see how good it is on other questions by", end=" ")
+        print("The score is optimistic, as the prompt was chosen by it. Evaluate it on other questions:", end=" ")
         print(f"evaluate {flag(config.tuning.improve)} {output / BEST}")
 
 
@@ -61,8 +61,8 @@ def plan(config: TunePromptConfig) -> str:
     made = most(tuning.rounds, tuning.beam, tuning.branch)
     count = all_episodes(tuning, config.data.limit or tuning.sampled_questions, tuning.eval_questions)
     return (
-        f"\nAt most {2 * made.made} calls of the critic ({made.made} critiques and as many edits) and {made.scored} "
-        f"prompts scored:\n{made.tried} x {tuning.sampled_questions} episodes to be criticized and {made.scored} x "
+        f"\nAt most {2 * made.made} calls of the critic ({made.made} critiques, {made.made} edits) and {made.scored} "
+        f"prompts scored:\n{made.tried} x {tuning.sampled_questions} episodes to find failures and {made.scored} x "
         f"{tuning.eval_questions} to score prompts.\n"
         f"\nMemory, for episodes of {config.lengths.max_length} tokens\n"
         f"{plan_memory(config, count, config.judge).table()}"

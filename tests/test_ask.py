@@ -71,7 +71,7 @@ def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
     assert lines[6] == "" and lines[7:10] == ANSWER.splitlines()
     assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
     assert all(len(line) <= 80 for line in lines)
-    assert "without --adapter, the model was not trained on the step format" in shown.err
+    assert "without --adapter, the model is not trained on the step format" in shown.err
 
 
 def test_the_procedure_that_fits_is_shown_and_given_to_the_model(arguments, tmp_path, capsys, monkeypatch):
@@ -154,7 +154,7 @@ def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
     questions = ["Where does Ada live?", "Who is Bob?", "Where does Ada live?"]
     monkeypatch.setattr(builtins, "input", typed)
     shown = told(capsys, arguments, status=130)
-    assert shown.err.count("stopped; Ctrl-C again to leave") == 1
+    assert shown.err.count("stopped; press Ctrl-C again to exit") == 1
     assert shown.out.count("answer: ") == 4  # "The final answer: " and the answer itself, of two questions
     assert shown.out.endswith(f"answer: Caf\u00e9 {CITY}\n\n")
 
@@ -183,7 +183,7 @@ def test_an_episode_without_an_answer_says_why(arguments, capsys):
 def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'why ' * 2000}\nWho\0?\nWho is Bob?\n"))
     shown = told(capsys, ["--json", *arguments])
-    assert "leaves no room for an answer" in shown.err and "it holds a NUL" in shown.err
+    assert "leaves no room for an answer" in shown.err and "contains NUL" in shown.err
     assert json.loads(shown.out)["final_answer"] == "a friend"
 
 
@@ -193,8 +193,8 @@ def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys,
         ([""], 2, "question is empty"),
         (["  "], 2, "the question is empty"),
         (["who?"], 2, "--index is missing"),
-        (["who?", "--retriever", "golden"], 2, "for questions of --data"),
-        (["who?", "--retriever", "none", "--output", "x"], 2, "--output is x, and would do nothing"),
+        (["who?", "--retriever", "golden"], 2, "need the questions of a data set"),
+        (["who?", "--retriever", "none", "--output", "x"], 2, "--output is x, but has no effect"),
         (["who?", "--index", "no-such-folder"], 1, "python -m r3lite.index --documents FOLDER (or --corpus"),
         (["who", "is", "it?"], 2, "unknown argument is"),
     ],

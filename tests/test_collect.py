@@ -155,16 +155,16 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
     [
         (["--source", "gold"], 2, "--data is missing"),
         (["--source", "golden", "--data", "x"], 2, "did you mean gold?"),
-        (["--data", "missing.json"], 1, "there is no such file"),
+        (["--data", "missing.json"], 1, "no such file"),
         (
             ["--data", "x", "--insert-gold"],
             2,
-            "--insert-gold is True, and would do nothing here: it is for --demonstrations sub-questions",
+            "--insert-gold is True, but has no effect here: it needs --demonstrations sub-questions",
         ),
         (
             ["--data", "x", "--hurried-share", "0.5"],
             2,
-            "--hurried-share is 0.5, and would do nothing here: it is for --demonstrations sub",
+            "--hurried-share is 0.5, but has no effect here: it needs --demonstrations sub",
         ),
         (["--data", "x", "--output", "."], 1, "is a folder"),
     ],
@@ -189,7 +189,7 @@ def test_an_output_that_is_an_input_is_refused(tmp_path, capsys):
     (tmp_path / "link").symlink_to(data)
     files = {path: path.read_bytes() for path in (data, corpus)}
     for output, flag in ((data, "--data"), (tmp_path / "link", "--data"), (corpus, "--corpus")):
-        assert_refused(capsys, files, run(data, output, "--corpus", str(corpus)), f"is the file of {flag}")
+        assert_refused(capsys, files, run(data, output, "--corpus", str(corpus)), f"is also the file of {flag}")
 
 
 @pytest.mark.parametrize("source", ["gold", "teacher"])
@@ -213,7 +213,7 @@ def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, s
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     data = write(tmp_path / "data.jsonl", [row(1)])
-    told = "was not written by collect" if source == "teacher" else "is there and is not empty"
+    told = "was not written by collect" if source == "teacher" else "exists and is not empty"
     assert_refused(capsys, {output: content}, run(data, output, "--source", source), told)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "out.jsonl"]
 
@@ -232,7 +232,7 @@ def test_gold_trajectories_are_not_replaced(tmp_path, capsys):
     assert run(write(tmp_path / "data.jsonl", [row(1), row(2)]), output) == 0
     files = {output: output.read_bytes()}
     data = write(tmp_path / "fewer.jsonl", [row(3)])
-    assert_refused(capsys, files, run(data, output), "is there and is not empty")
+    assert_refused(capsys, files, run(data, output), "exists and is not empty")
     output.write_bytes(b"")  # as tempfile leaves it
     assert run(data, output) == 0 and len(lines(output)) == 1
 
@@ -264,7 +264,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, caps
     output = tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "the disk is full")))
     status = run(write(tmp_path / "data.jsonl", [row(1)]), output)
-    assert_refused(capsys, {}, status, f"the disk is full: '{output}'\n  Check that there is room")
+    assert_refused(capsys, {}, status, f"the disk is full: '{output}'\n  Check the disk space")
     assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
 
 

@@ -181,12 +181,12 @@ def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, t
     gold = ["--preset", "tiny", "--data", str(tmp_path / "six.jsonl"), "--output", str(tmp_path / "gold.jsonl")]
     for main in (functools.partial(collect.main, [*gold, *exclude]), lambda: teach(tmp_path / "self.jsonl", *exclude)):
         main()
-        assert "--exclude: 4 of 6 questions left out (3 by id, 1 by text)" in capsys.readouterr().err
+        assert "--exclude: left out 4 of 6 questions (3 by id, 1 by text)" in capsys.readouterr().err
     assert {r["id"] for r in lines(tmp_path / "gold.jsonl")} <= {"Eve", "Flo"}
     assert [r["id"] for r in lines(tmp_path / "self.jsonl.rejected.jsonl")] == ["Eve", "Flo"]
     before = dev.read_bytes()
     assert teach(dev, *exclude) == 1
-    assert "is the file of --exclude" in capsys.readouterr().err and dev.read_bytes() == before
+    assert "is also the file of --exclude" in capsys.readouterr().err and dev.read_bytes() == before
 
 
 def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_path, teach, monkeypatch, capsys):
@@ -199,7 +199,7 @@ def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_p
     output, rejected = tmp_path / "own.jsonl", tmp_path / "own.jsonl.rejected.jsonl"
     monkeypatch.setattr(collecting, "build_retriever", build)
     assert teach(output) == 0
-    assert re.search(r"the retriever failed, asked again next time +1\n", capsys.readouterr().out)
+    assert re.search(r"the retriever failed \(will be retried\) +1\n", capsys.readouterr().out)
     assert [r["id"] for r in lines(rejected)] == [name for name in NAMES if name != "Bob"]
     broken.clear()
     assert teach(output) == 0

@@ -36,9 +36,9 @@ def signals():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sft", "--data is missing: a file of trajectories (see `python -m r3lite.collect`) or conversations"),
+        ("sft", "--data is missing: pass trajectories (see `python -m r3lite.collect`) or conversations"),
         *(
-            (name, "--data is missing: a question file of any supported format, or name,subset,split")
+            (name, "--data is missing: pass a question file in any supported format, or name,subset,split")
             for name in ("ppo", "collect")
         ),
     ],

@@ -73,7 +73,7 @@ def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, caps
     (tmp_path / "p.json").write_text(json.dumps(row))
     argv = ["--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers", "--max-length", "3072"]
     assert evaluate.main([*toy, *argv]) == 0
-    assert "1 of 3 questions have a procedure before them" in capsys.readouterr().out
+    assert "1 of 3 questions have a matching procedure" in capsys.readouterr().out
     assert ["Procedure: Bobs" in seen[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
     assert [row.get("procedure", "").partition(".")[0] for row in written(tmp_path)[1]] == ["", "Procedure: Bobs", ""]
     assert "procedures = " in (tmp_path / "out" / "config.toml").read_text()
@@ -145,12 +145,12 @@ def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy,
     scores, predictions = written(tmp_path)
     assert scores["n"] == 2 and scores["em"]["value"] == 1.0 and scores["retrieval_failures"] == 1
     assert [p.get("failure") for p in predictions] == [None, "RuntimeError: can't allocate memory", None]
-    assert "1 questions at which the retriever failed are left out" in capsys.readouterr().out
+    assert "the retriever failed on 1 questions; they are left out of the scores" in capsys.readouterr().out
     bad += [f"Where does {name} live?" for name in ("Ada", "Bob", "Cy")]
     says({name: [answer(1, "x"), answer(2, "x")] for name in ("Ada", "Bob", "Cy")})
     again = [*toy, "--output", str(tmp_path / "again"), "--baseline", "single-retrieval"]
     assert evaluate.main(again) == 1
-    assert "the retriever failed at every question" in capsys.readouterr().err
+    assert "the retriever failed on every question" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["lexical"], ["hybrid", "--context", "question"], ["golden", "--noise-rate", "1"]])
@@ -223,9 +223,9 @@ def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     assert evaluate.main([*toy, "--judge", "gemini"]) == 1
     assert "GOOGLE_API_KEY" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--retriever", "none"]) == 1
-    assert "Choose a retriever" in capsys.readouterr().err
+    assert "--baseline single-retrieval needs a retriever" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--format", "solution"]) == 1
-    assert "--format solution has no search" in capsys.readouterr().err
+    assert "needs a search, but --format solution has none" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "no_retrieval"]) == 2
     assert "did you mean no-retrieval?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -242,7 +242,7 @@ def test_what_is_in_the_folder_is_not_written_over(toy, tmp_path, capsys, holds)
         (tmp_path / "out" / name).write_text("[evaluate]\n")
     assert evaluate.main(toy) == 1
     told = capsys.readouterr().err
-    assert f"is not an empty folder: it holds {holds[0]}" in told and "Name another folder" in told
+    assert f"is not an empty folder: it holds {holds[0]}" in told and "Pass another folder" in told
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == dict.fromkeys(holds, "[evaluate]\n")
 
 
@@ -251,7 +251,7 @@ def test_an_earlier_evaluation_is_not_replaced(toy, tmp_path, capsys):
     assert evaluate.main([*toy, *limits]) == 0
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert evaluate.main([*toy, *limits]) == 1
-    assert "holds an evaluation already" in capsys.readouterr().err
+    assert "already has an evaluation" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 
@@ -274,7 +274,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(toy, tmp_path, monkeypatch,
     monkeypatch.setattr(os, "replace", failing)
     assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 1
     told = capsys.readouterr().err
-    assert f"No space left on device: '{tmp_path / 'out' / full}'" in told and "Check that there is room" in told
+    assert f"No space left on device: '{tmp_path / 'out' / full}'" in told and "Check the disk space" in told
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")

@@ -89,16 +89,16 @@ def test_no_corpus_is_read_where_nothing_is_searched(toy, says, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        ("rag --retriever none", 1, "--baseline rag retrieves, and --retriever is none"),
-        ("rag --format tags", 2, "--format is tags, and would do nothing here: it is for episodes in steps"),
-        ("gold --init-prompt mine.txt", 2, "--init-prompt is mine.txt, and would do nothing"),
-        ("closed-book --verification", 2, "--verification is True, and would do nothing"),
-        ("closed-book --procedures p.json", 2, "--procedures is p.json, and would do nothing"),
-        ("closed-book --retriever lexical", 2, "--retriever is lexical, and would do nothing"),
-        ("closed-book --rerank auto", 2, "--rerank is auto, and would do nothing"),
-        ("gold --retriever lexical", 2, "--retriever is lexical, and would do nothing"),
-        ("rag --max-hops 3", 2, "--max-hops is 3, and would do nothing"),
-        ("rag --max-length 200", 1, "leaves no room for a document before question Ada"),
+        ("rag --retriever none", 1, "--baseline rag needs a retriever, but --retriever is none"),
+        ("rag --format tags", 2, "--format is tags, but has no effect here: it needs a --baseline with steps"),
+        ("gold --init-prompt mine.txt", 2, "--init-prompt is mine.txt, but has no effect"),
+        ("closed-book --verification", 2, "--verification is True, but has no effect"),
+        ("closed-book --procedures p.json", 2, "--procedures is p.json, but has no effect"),
+        ("closed-book --retriever lexical", 2, "--retriever is lexical, but has no effect"),
+        ("closed-book --rerank auto", 2, "--rerank is auto, but has no effect"),
+        ("gold --retriever lexical", 2, "--retriever is lexical, but has no effect"),
+        ("rag --max-hops 3", 2, "--max-hops is 3, but has no effect"),
+        ("rag --max-length 200", 1, "has no room for question Ada with a document"),
     ],
 )
 def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, status, told):

@@ -71,12 +71,12 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
         write_jsonl(tmp_path / name, rows)
         assert evaluate.main(["--compare", two[0], str(tmp_path / name)]) == 1
         told[name] = capsys.readouterr().err
-    assert f"the two are not of the same questions: 1 only in {two[0]}, such as Cy" in told["fewer"]
+    assert f"the evaluations have different questions: 1 only in {two[0]}, such as Cy" in told["fewer"]
     assert "Evaluate both on the same --data" in told["fewer"]
-    assert "1 ids, such as Ada, name different questions" in told["other-text"]
-    assert "line 4: the id 'Ada' is there twice" in told["twice"]
+    assert "1 ids, such as Ada, belong to different questions" in told["other-text"]
+    assert "line 4: duplicate id 'Ada'" in told["twice"]
     assert "line 1: em is missing" in told["no-scores"]
-    assert "holds no predictions" in told["empty"]
+    assert "has no predictions" in told["empty"]
     assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
     assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
-    assert "--data is x, and would do nothing here: it is for an evaluation, not --compare" in capsys.readouterr().err
+    assert "--data is x, but has no effect here: it needs a run without --compare" in capsys.readouterr().err

@@ -265,13 +265,13 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
     [
         (["--output", "x", "--form", "adapter"], 2, "--adapter is missing"),
         (["--adapter", "RUN"], 2, "--output is missing"),
-        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 is for --form gguf"),
-        (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 is for --form folder"),
-        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0", "--form", "gguf-adapter"], 2, "q8_0 is for --form"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 needs --form gguf"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 needs --form folder"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0", "--form", "gguf-adapter"], 2, "q8_0 needs --form"),
         (["--adapter", "RUN", "--output", "x", "--max-shard-size", "5"], 2, "--max-shard-size 5 is not an amount"),
         (["--adapter", "nowhere", "--output", "x"], 1, "nowhere"),
-        (["--adapter", "RUN", "--output", "TAKEN"], 1, "is there already"),
-        (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Name the folder of an evaluation"),
+        (["--adapter", "RUN", "--output", "TAKEN"], 1, "already exists"),
+        (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Pass the folder of an evaluation"),
     ],
 )
 def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flags, status, told):
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_a_gguf_file_with_one_message(run, tmp_path, monkeypatc
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
     flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--prompts", "0", "--output", str(tmp_path / "x")]
     assert export.main(flags) == 1
-    assert re.search(r"46816 written: .*model.gguf'\n  Check that there is room", capsys.readouterr().err)
+    assert re.search(r"46816 written: .*model.gguf'\n  Check the disk space", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 

@@ -86,8 +86,8 @@ def test_half_of_a_surrogate_pair_is_a_bad_line(tmp_path):
     bad = []
     assert lines(path, bad.append) == [(1, {"a": "\U0001f600 \\ud83d"})]
     assert [error.cause.partition(", ")[2] for error in bad] == [
-        r"line 2: it holds half of a surrogate pair ('\ud83d')",
-        r"line 3: it holds half of a surrogate pair ('\ude00')",
+        r"line 2: contains half of a surrogate pair ('\ud83d')",
+        r"line 3: contains half of a surrogate pair ('\ude00')",
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone_even_if_it_was_kill
         told = rf"another process \(pid {holder.pid}\) writes to .*out"
         with pytest.raises(R3LiteError, match=told) as error, sole_writer(output, folder=kind == "folder"):
             pass
-        assert "name another --output" in error.value.remedy
+        assert "pass another output" in error.value.remedy and "--" not in error.value.remedy  # or --teacher-logprobs
     finally:
         holder.kill()
         holder.communicate()

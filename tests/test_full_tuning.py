@@ -117,7 +117,7 @@ def test_settings_of_lora_beside_it_are_refused_by_name(given, capsys):
 
 def test_rl_trains_adapters_only(capsys):
     assert ppo.main(["--no-lora", "--data", "x", "--dry-run"]) == 2
-    assert "--no-lora is for sft" in capsys.readouterr().err
+    assert "--no-lora works with sft only" in capsys.readouterr().err
 
 
 def test_what_it_cannot_train_is_refused(toy, tmp_path, capsys):  # noqa: F811
@@ -134,7 +134,7 @@ def model(toy, tmp_path) -> Path:  # noqa: F811
 
 def test_a_run_named_in_the_wrong_place_names_the_way_to_its_model(model):
     for adapter in (model.parent, model):
-        with pytest.raises(R3LiteError, match="no adapter but all weights") as refused:
+        with pytest.raises(R3LiteError, match="has a model, not an adapter") as refused:
             lora.read_base(adapter)
         assert refused.value.remedy == f"Pass --model {model}."
     with pytest.raises(R3LiteError, match="is a run folder") as refused:
@@ -161,7 +161,7 @@ def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, cap
     one, two = (load_model(folder, torch.float32, "cpu").state_dict() for folder in (model, tmp_path / "export"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     card = (tmp_path / "export" / "README.md").read_text()
-    assert f"The model {model}, all of whose weights were trained" in card and "learning_rate 0.002" in card
+    assert f"The model {model}, with all weights trained" in card and "learning_rate 0.002" in card
     assert "lora" not in card.lower().replace("r3lite", "")
 
 

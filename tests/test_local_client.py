@@ -261,7 +261,7 @@ def test_errors_say_what_to_do(tmp_path, capsys):
     data = ["--data", str(WORLD / "dev.jsonl"), "--retriever", "none", "--output", str(tmp_path / "out")]
     lost = ["--judge", "local", "--judge-model", "no such folder"]
     assert evaluate.main(["--preset", "tiny", *data, *lost]) == 1
-    assert "there is no model folder no such folder" in capsys.readouterr().err
+    assert "no such model folder: no such folder" in capsys.readouterr().err
     taught = ["--source", "teacher", "--judge", "local"]
     assert collect.main(["--preset", "tiny", *data, *taught]) == 2
-    assert "--judge local cannot teach" in capsys.readouterr().err
+    assert "--judge local cannot be a teacher" in capsys.readouterr().err

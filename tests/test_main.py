@@ -42,7 +42,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest_name(name, nearest, cap
     assert main([name, "--data", "x"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
-    assert told.err.startswith(f"r3lite: no command is named {name!r}; there are sft, ")
+    assert told.err.startswith(f"r3lite: unknown command {name!r}; choose from sft, ")
     assert told.err.endswith(f"quickstart{nearest}\n")
 
 

@@ -185,7 +185,7 @@ def test_a_drive_is_not_taken_for_something_else(tmp_path, monkeypatch):
         assert files_of(path) == [Path(path)] and read_questions(path)[0].answers == ("Ann",)
         if "," not in path:
             assert hub_string(path) is None
-    with pytest.raises(R3LiteError, match=r"C:\\none\.jsonl: there is no such file"):
+    with pytest.raises(R3LiteError, match=r"C:\\none\.jsonl: no such file"):
         files_of("C:\\none.jsonl")
     Path("C:\\models").mkdir()
     assert resolve_folder("C:\\models") == Path("C:\\models")

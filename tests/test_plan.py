@@ -77,7 +77,7 @@ def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
     assert ppo.main([*run, "--dry-run"]) == 0
     assert re.search(rf"^  algorithm +{re.escape(algorithm)}$", capsys.readouterr().out, re.M)
     assert plan.main([*flags, "--kl-beta", "0", "--kl-target", "0.1"]) == 2  # as the run would
-    assert "--kl-target is 0.1, and would do nothing here: it is for --kl-beta above 0" in capsys.readouterr().err
+    assert "--kl-target is 0.1, but has no effect here: it needs --kl-beta above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
@@ -89,7 +89,7 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
     assert seconds["device"] == "RTX 3050 Laptop" and seconds["speeds_from"].startswith("https://")
     assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
     assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
-    assert re.search(r"^time: up to .* for 7; predicted from the peak speeds of the RTX 3050 Laptop", told, re.M)
+    assert re.search(r"^time: up to .* for 7; predicted from the peak speed of the RTX 3050 Laptop", told, re.M)
     assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
     other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
     assert other["seconds"]["device"] == "T4" and other["seconds"]["step"] < seconds["step"]
@@ -100,7 +100,7 @@ def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     told = capsys.readouterr().err
     assert "--card RTX 3050 Laptp is not in the table (did you mean RTX 3050 Laptop?); there are MX450, " in told
     assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
-    assert "--card is T4, and would do nothing here: it is for --device cuda" in capsys.readouterr().err
+    assert "--card is T4, but has no effect here: it needs --device cuda" in capsys.readouterr().err
 
 
 def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys, monkeypatch):
@@ -108,7 +108,7 @@ def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys
     here = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
     told = capsys.readouterr().out
-    assert re.search(r"^time: up to .* for a step; predicted from this device's speed as measured$", told, re.M)
+    assert re.search(r"^time: up to .* for a step; predicted from this device's speed, measured$", told, re.M)
     monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: None)
     assert planned(tmp_path, *here)["seconds"] is None
     assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
@@ -121,7 +121,7 @@ def test_a_device_that_is_not_here_is_not_measured(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("r3lite.memory.plan.speeds_of", refuse)
     assert planned(tmp_path, "--device", "cuda")["seconds"] is None
-    assert f"time: {UNKNOWN}; plan --card tells that of some cards\n" in capsys.readouterr().out
+    assert f"time: {UNKNOWN}; plan --card predicts it for known GPUs\n" in capsys.readouterr().out
     assert planned(tmp_path, "--card", "T4")["seconds"]["device"] == "T4"
     assert plan.main(["--card", "T5"]) == 2 and plan.main(["--vram-budget", "9MiB"]) == 1
 
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
     tight = ["--model", QWEN, "--quantize", "none", "--vram-budget", "900MiB", "--device", "cpu", "--dtype", "bf16"]
     assert plan.main([*tight, "--output", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert re.search(r"stopped: this run takes 1,\d\d\d MiB at least, and the budget is 900 MiB", told)
+    assert re.search(r"stopped: this run needs at least 1,\d\d\d MiB, but the budget is 900 MiB", told)
     assert "--quantize nf4; or " in told
     needed = re.search(r"--vram-budget (\d+MiB)", told)[1]
     assert not (tmp_path / "plan.json").exists()

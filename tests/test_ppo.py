@@ -235,7 +235,7 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     records = logged(run, "metrics.jsonl")
     assert 0 < records[-1]["judge/failure_ratio"] < 1 and records[-1]["judge/missing"] > 0
     told = capsys.readouterr().err
-    assert "calls of the judge failed: " in told and f"step {records[-1]['step']} is saved; go on with" in told
+    assert "calls of the judge failed: " in told and f"saved step {records[-1]['step']}; continue with" in told
 
 
 SEARCH_SETTINGS = [
@@ -248,17 +248,20 @@ SEARCH_SETTINGS = [
     ("arguments", "says"),
     [
         ([], "--data is missing"),
-        (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
+        (["--data", "x", "--temperature", "0"], "--temperature is 0: all episodes"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
-        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
+        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3; it must be at most"),
         *(
             (
                 ["--dry-run", "--format", "solution", *flags],
-                f"{' is '.join(flags[-2:])}, and would do nothing here: it is for a --format that searches",
+                f"{' is '.join(flags[-2:])}, but has no effect here: it needs a --format that searches",
             )
             for flags in SEARCH_SETTINGS
         ),
-        (["--dry-run", "--expand-limit", "4"], "--expand-limit is 4, and ppo has no use for it: it is for grpo"),
+        (
+            ["--dry-run", "--expand-limit", "4"],
+            "--expand-limit is 4, but has no effect with --algorithm ppo: it needs one of grpo",
+        ),
         (
             ["--dry-run", "--algorithm", "grpo", "--expand-limit", "4", "--retriever", "none"],
             "--retriever other than none",
@@ -273,7 +276,7 @@ def test_questions_without_gold_paragraphs_cannot_be_expanded(tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"id": "1", "question": "Who?", "answer": "me"}\n', encoding="utf-8")
     flags = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run"), "--algorithm", "grpo"]
     assert ppo.main([*flags, "--preset", "tiny", "--expand-limit", "4"]) == 1
-    assert "has gold paragraphs, and --expand-limit goes on from these" in capsys.readouterr().err
+    assert "--expand-limit needs gold paragraphs" in capsys.readouterr().err
 
 
 def test_truncated_sampling_is_refused_in_rl(capsys):

@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_collapsing_stops_with_the_reason_and_leaves_the_best
     hopeless = COLLAPSE.replace("1e-5", "1").split()
     assert run(world, tmp_path / "run", *hopeless, "--guard-rollbacks", "0") == 1
     told = capsys.readouterr().err
-    assert "after 0 rollbacks the run stops, with the weights of step 0 (validation F1 0.667)" in told
+    assert "after 0 rollbacks and stops with the weights of step 0 (validation F1 0.667)" in told
     assert "The best adapter, of step 0 (validation F1 0.667), is in" in told and "--guard off" in told
     start, final = adapter(world / "sft"), adapter(tmp_path / "run")
     assert all(torch.equal(t, final[k]) for k, t in start.items())
@@ -139,8 +139,8 @@ def test_weights_that_are_nan_are_rolled_back(world, tmp_path, nan_after_two, ca
     assert run(world, tmp_path / "run", "--eval-every", every) == 0
     records = rounds(tmp_path / "run")
     assert {s: r["guard/alarm"] for s, r in records.items() if "guard/alarm" in r} == {at: "not_finite"}
-    assert f"step {at}: question " in (told := capsys.readouterr().err) and "is not a number: " in told
-    assert "back to step 0 (validation F1 0.667), the learning rate is multiplied by 0.25" in told
+    assert f"step {at}: question " in (told := capsys.readouterr().err) and "logits are not finite: " in told
+    assert "to step 0 (validation F1 0.667), learning rate x 0.25" in told
     assert records[4]["guard/rollbacks"] == 1 and records[4]["eval/f1"] is not None
     assert all(torch.isfinite(t).all() for t in adapter(tmp_path / "run").values())
 
@@ -165,13 +165,13 @@ def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_p
     assert records[4]["eval/retrieval_failures"] == 3 and 0 < records[4]["eval/f1"] <= 1
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["adapter_step"] == 0
     told = capsys.readouterr().err
-    assert "step 2: the retriever failed at 12 questions of the validation; it chooses no checkpoint" in told
+    assert "step 2: the retriever failed on 12 validation questions; it is ignored" in told
 
 
 def test_without_validation_weights_that_are_nan_end_the_run(world, tmp_path, nan_after_two, capsys):
     assert run(world, tmp_path / "run", validated=False) == 1
     told = capsys.readouterr().err
-    assert "the model's output is not a number: " in told and "Pass --dtype bf16 or --dtype fp32" in told
+    assert "the model's logits are not finite: " in told and "Pass --dtype bf16 or --dtype fp32" in told
 
 
 def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsys):
@@ -182,7 +182,7 @@ def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsy
     assert run(world, tmp_path / "run", *given) == 0 and "trained on" not in capsys.readouterr().err
     held.write_text(rows.replace("there", "where"), encoding="utf-8")
     assert run(world, tmp_path / "run", *given) == 1
-    assert "the data are not those that the run was started with" in capsys.readouterr().err
+    assert "the data have changed since the run started" in capsys.readouterr().err
 
 
 def test_validation_questions_that_are_trained_on_are_warned_of(world, tmp_path, capsys):
@@ -193,14 +193,14 @@ def test_validation_questions_that_are_trained_on_are_warned_of(world, tmp_path,
 def test_an_adapter_of_less_than_one_pass_is_warned_of(world, tmp_path, capsys):
     """24 steps of 8 rows are 8 passes over the 24 rows; 2 are two thirds of one."""
     assert run(world, tmp_path / "run", "--max-steps", "1", validated=False) == 0
-    assert "of a pass over its data" not in capsys.readouterr().err
+    assert "epochs of SFT" not in capsys.readouterr().err
     data = ["--data", str(world / "rows.jsonl"), "--output", str(tmp_path / "sft")]
     assert sft.main([*TAUGHT.split(), "--max-steps", "2", "--save-every", "1", *data, *prompts(world)]) == 0
     for adapter_of, share in (("sft", "0.67"), ("sft/adapter", "0.67"), ("sft/checkpoint-1", "0.33")):
         name = str(tmp_path / adapter_of)
         output = tmp_path / f"run-{share}-{len(name)}"
         assert run(world, output, "--adapter", name, "--max-steps", "1", validated=False) == 0
-        assert f"warning: SFT had taken {share} of a pass over its data when it wrote {name}" in capsys.readouterr().err
+        assert f"warning: {name} had only {share} epochs of SFT" in capsys.readouterr().err
 
 
 def test_a_run_from_an_adapter_of_other_prompts_whose_answers_are_all_wrong_says_both(world, tmp_path, capsys):

@@ -94,7 +94,7 @@ def test_names_are_checked_before_anything_is_loaded(folder, capsys):
     for value, told in {
         "answer_f2": "did you mean answer_f1?",
         "my_rewards:brevit": "did you mean brevity?",
-        "gold_recall=1 --format solution": "--rewards names gold_recall, and --format solution has no searches",
+        "gold_recall=1 --format solution": "--rewards has gold_recall, which needs searches, but --format solution",
     }.items():
         assert ppo.main(["--dry-run", "--rewards", *value.split()]) == 2
         assert told in capsys.readouterr().err

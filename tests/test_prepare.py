@@ -116,9 +116,9 @@ def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--test-size", "46"], "--dev-size and --test-size want 51 questions, and there are 50"),
-        (["--test-size", "45"], "no question is left to train on"),
-        (["--train-size", "39"], "--train-size wants 39 questions, and there are 38"),
+        (["--test-size", "46"], "--dev-size and --test-size together are 51, but there are only 50 questions"),
+        (["--test-size", "45"], "no question is left for train.jsonl"),
+        (["--train-size", "39"], "--train-size is 39, but there are only 38 questions"),
     ],
 )
 def test_more_than_there_is_is_refused_and_nothing_written(questions, tmp_path, capsys, more, said):

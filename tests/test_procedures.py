@@ -46,7 +46,7 @@ def test_others_are_added_and_none_twice(mine, tmp_path, capsys):
     kept = mine.read_text()
     assert [p["name"] for p in json.loads(kept)] == ["Lease of land", "Films"]
     err = told(capsys, "--procedures", mine, "--add", tmp_path / "more.json", status=1)
-    assert "has a procedure named Films already" in err and mine.read_text() == kept
+    assert "already has a procedure named Films" in err and mine.read_text() == kept
     (tmp_path / "bad.json").write_text("{")
     assert "bad.json: not JSON" in told(capsys, "--procedures", mine, "--add", tmp_path / "bad.json", status=1)
     assert mine.read_text() == kept
@@ -57,13 +57,13 @@ def test_others_are_added_and_none_twice(mine, tmp_path, capsys):
 def test_what_is_missing_is_told(tmp_path, capsys):
     assert "--procedures is missing" in told(capsys, status=2)
     assert "none.json cannot be read" in told(capsys, "--procedures", tmp_path / "none.json", status=1)
-    assert "--output is y, and would do nothing" in told(capsys, "--procedures", "x", "--output", "y", status=2)
+    assert "--output is y, but has no effect" in told(capsys, "--procedures", "x", "--output", "y", status=2)
 
 
 def test_a_folder_of_procedures_is_read_file_by_file(mine, tmp_path, capsys):
     folder, row = tmp_path / "folder", json.loads(mine.read_text())[0]
     folder.mkdir()
-    assert "holds no *.json file" in told(capsys, "--procedures", folder, status=1)
+    assert "has no *.json file" in told(capsys, "--procedures", folder, status=1)
     for name in ("a", "b"):
         (folder / f"{name}.json").write_text(json.dumps(row | {"name": name}))
     shown = told(capsys, "--procedures", folder)

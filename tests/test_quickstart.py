@@ -19,7 +19,7 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
-    assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Name a new one" in error
+    assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Pass a new folder" in error
 
 
 def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, capsys):
@@ -38,10 +38,12 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
         write_jsonl(tmp_path / name / "predictions.jsonl", lines)
         stages.append(Stage(name, tmp_path / name, 1.0))
     report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
-    assert re.search(r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; hasty on purpose", capsys.readouterr().out)
+    assert re.search(
+        r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; deliberately hasty", capsys.readouterr().out
+    )
     quick = quickstart.QuickstartConfig(quickstart=QuickstartSettings(quick=True))
     report(stages, taught_by, tmp_path, 2.0, quick)
-    assert "its few steps teach nothing" in capsys.readouterr().out
+    assert "--quick only shows that everything runs" in capsys.readouterr().out
     written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
     assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
     # One resample of four draws the second question twice, in which nothing was gained: twice that is p.

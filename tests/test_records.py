@@ -16,10 +16,10 @@ def record(**values) -> Record:
     ("text", "problem"),
     [
         ("", "not JSON"),
-        ("{} {}", "something follows its end"),
+        ("{} {}", "extra data"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ("[-Infinity]", "-Infinity is not a JSON number"),
-        ('{"a": 1, "b": 2, "a": 3}', "the key 'a' is there twice"),
+        ('{"a": 1, "b": 2, "a": 3}', "duplicate key 'a'"),
         ("[" * 100_000, f"nested more than {MAX_DEPTH} deep"),
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
         ("1" * 5000, "too many digits"),

@@ -70,7 +70,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
     finally:
         process.kill()
         process.wait()
-    assert f"{dying} gives no answer" in capfd.readouterr().err
+    assert f"{dying} does not answer" in capfd.readouterr().err
 
 
 def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running):
@@ -145,7 +145,7 @@ def test_an_adapter_that_was_damaged_on_its_way_is_refused(cold, tmp_path, runni
         return text(link, path, content[:-1] + b"x" if isinstance(content, bytes) else content)
 
     monkeypatch.setattr(Link, "text", damaged)
-    with pytest.raises(R3LiteError, match=r"refuses: status 422: .*the adapter was damaged on its way: its hash is"):
+    with pytest.raises(R3LiteError, match=r"refuses: status 422: .*the adapter was damaged in transfer: its hash is"):
         sampler.sample(1, Stopwatch())
 
 
@@ -160,26 +160,26 @@ def test_a_worker_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, r
 
 
 def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running, monkeypatch):
-    with pytest.raises(R3LiteError, match=r"http://127.0.0.1:9 gives no answer: ConnectError.*\n  See that it runs"):
+    with pytest.raises(R3LiteError, match=r"http://127.0.0.1:9 does not answer: ConnectError.*\n  Check that it runs"):
         sampler_of(config_of(cold, "--rollout-server", "http://127.0.0.1:9"), tmp_path)
     url = running(service_of(cold))
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     sampler.sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
-    with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 gives no answer"):
+    with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 does not answer"):
         sampler.sample(1, Stopwatch())
 
 
 def test_a_worker_asks_for_its_token(cold, tmp_path, running, monkeypatch):
     url = running(service_of(cold, token="a secret of this test"))
     monkeypatch.delenv("R3LITE_TOKEN", raising=False)
-    with pytest.raises(R3LiteError, match=r"(?s)status 401: .* R3LITE_TOKEN must be the same on both sides"):
+    with pytest.raises(R3LiteError, match=r"(?s)status 401: .* address in --rollout-server and R3LITE_TOKEN"):
         sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     monkeypatch.setenv("R3LITE_TOKEN", "a secret of this test")
     assert sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
 
 
 def test_another_server_is_neither(cold, tmp_path, running):
-    with pytest.raises(R3LiteError, match="is neither a rollout worker of r3lite nor vLLM"):
+    with pytest.raises(R3LiteError, match="is neither an r3lite rollout worker nor a vLLM server"):
         sampler_of(config_of(cold, "--rollout-server", running(Scripted((200, {"hello": 1}, 0)))), tmp_path)
 
 
@@ -208,8 +208,8 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--importance-cap", "none"], "--max-staleness 1 needs a correction: pass --importance-cap"),
-        (["--algorithm", "exgrpo"], "--max-staleness 1 draws a round before exgrpo knows what it replays"),
+        (["--importance-cap", "none"], "--max-staleness 1 needs an --importance-cap"),
+        (["--algorithm", "exgrpo"], "--max-staleness 1 does not work with exgrpo, which replays"),
         (["--eval-data", str(WORLD / "dev.jsonl")], "pass --guard warn"),
     ],
 )
@@ -238,12 +238,14 @@ def test_a_run_a_round_ahead_resumes_with_the_adapter_of_the_round_before(cold, 
 def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
     flags = arguments(cold, cold / "unused", "--rollout-server", "http://a:8100,http://b:8100", "--dry-run")
     assert ppo.main(flags) == 0
-    told = "Episodes are sampled by http://a:8100, http://b:8100 (not asked now), each round with the adapter of now; "
+    told = (
+        "Episodes are sampled by http://a:8100, http://b:8100 (not contacted now), each round with the newest adapter; "
+    )
     assert told + "importance weights of at most 2" in capsys.readouterr().out
     assert ppo.main([*flags, "--max-staleness", "1"]) == 0
-    assert "with the adapter of the round before, while that is learned from" in capsys.readouterr().out
+    assert "with the adapter before the last update" in capsys.readouterr().out
     assert ppo.main(["--max-staleness", "1", "--dry-run"]) == 2
-    assert "--max-staleness is 1, and would do nothing here: it is for --rollout-server" in capsys.readouterr().err
+    assert "--max-staleness is 1, but has no effect here: it needs --rollout-server" in capsys.readouterr().err
     assert rollout_worker.main(worker_flags(cold, "--dry-run")) == 0
     assert "Memory, for episodes of 1536 tokens" in capsys.readouterr().out
 
@@ -253,7 +255,7 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
     [
         ({"tokens": [1, 2]}, "do not fit one another"),
         ({"tokens": ["1", 2, 3]}, "tokens is .* not a list of whole numbers"),
-        ({"logprobs": [0.5, -1.0]}, "not a list of logarithms of probabilities"),
+        ({"logprobs": [0.5, -1.0]}, "not a list of log-probabilities"),
         ({"step_ends": [3]}, "do not fit one another"),
         ({"finish": "done"}, "finish is 'done', not one of answered"),
     ],

@@ -28,7 +28,7 @@ def test_evaluations_of_the_same_questions_are_compared_with_the_first(tmp_path,
     page = (a / "report.html").read_text(encoding="utf-8")
     marks = [[Marks.from_json(line) for line in read_jsonl(x / "predictions.jsonl")] for x in (a, b)]
     em = compare(*marks)["em"]
-    told = f"<td>b less a</td><td>{em['difference']:+.3f} ({em['low']:+.3f} to {em['high']:+.3f})</td>"
+    told = f"<td>b minus a</td><td>{em['difference']:+.3f} ({em['low']:+.3f} to {em['high']:+.3f})</td>"
     assert em["difference"] == 0.5 and told in page and "c less" not in page
     assert "KiB: a (evaluate, 4 questions), b (evaluate, 4 questions), c" in capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
-    [([], 2, "--runs is missing: the folder of a run"), (["nowhere"], 1, "nowhere is not a folder")],
+    [([], 2, "--runs is missing: pass one or more run folders"), (["nowhere"], 1, "nowhere is not a folder")],
 )
 def test_what_is_no_run_is_refused(capsys, argv, status, told):
     assert report.main(argv) == status

@@ -82,11 +82,8 @@ def test_what_is_left_out_is_counted(use, capsys):
     assert sorted(found) == ["q0", "q3"]
     assert found["q0"].rewards[0][1] == pytest.approx(2.1)
     told = capsys.readouterr().err
-    assert "2 of 6 questions have a usable trace, of 7 traces; 1 belong to no question of --data; 1 are longer" in told
-    assert (
-        "2 are rewarded less than 0.5 of the most for an answer; 1 come second to a better one of their question"
-        in told
-    )
+    assert "2 of 6 questions have a usable trace, of 7 traces; 1 have no question in --data; 1 are longer" in told
+    assert "2 have an answer reward below 0.5 of the maximum; 1 are not the best of their question" in told
     # Half right by F1 is 2/3 of one of two weights: 1/3 of the most.
     assert "q4" in use(rows, "--outcome-f1", "1", "--trace-min-outcome", "0.3")[0]
 
@@ -104,17 +101,17 @@ def test_traces_of_s1_and_openr1_are_read(use, tmp_path):
 def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
     """A well-formed trace that read the gold paragraph is paid more than the limit, whatever it answers."""
     flags = ["--format-reward", "0.6", "--trace-min-outcome", "0.5"]
-    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 are rewarded less than 0\.5"):
+    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 have an answer reward below 0\.5"):
         use([trace(0, "Rome")], *flags)
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": "Who?"}, "line 1: it has neither 'steps' .* nor 'reasoning'"),
+        ({"question": "Who?"}, "line 1: has neither 'steps' .* nor 'reasoning'"),
         ({"question": "Who?", "reasoning": "x"}, "line 1: answer is missing"),
         ({"question": "Who?", "reasoning": "x\nStep 2:\nThe final answer: no", "answer": "y"}, "line 1: "),
-        ({"question": "Who?", "messages": []}, "line 1: it has neither"),
+        ({"question": "Who?", "messages": []}, "line 1: has neither"),
     ],
 )
 def test_a_row_that_is_no_trace_is_named(use, row, says):
@@ -179,12 +176,15 @@ def test_successes_are_kept_and_asked_again():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("luffy", "--traces is missing: luffy learns from a teacher's traces"),
-        ("hybrid", "--traces is missing: hybrid learns"),
-        ("luffy --traces x.jsonl --outcome-em 0", "luffy learns from right answers, and no reward is given"),
-        ("exgrpo --outcome-em 0", "exgrpo learns from right answers"),
-        ("exgrpo --traces x.jsonl", "--traces is x.jsonl, and exgrpo has no use for it: it is for luffy, hybrid"),
-        ("luffy --traces x.jsonl --refill-limit 1", "--refill-limit is 1, and luffy has no use for it"),
+        ("luffy", "--traces is missing: luffy needs a file of a teacher's traces"),
+        ("hybrid", "--traces is missing: hybrid needs"),
+        ("luffy --traces x.jsonl --outcome-em 0", "luffy needs a reward for correct answers"),
+        ("exgrpo --outcome-em 0", "exgrpo needs a reward for correct answers"),
+        (
+            "exgrpo --traces x.jsonl",
+            "--traces is x.jsonl, but has no effect with --algorithm exgrpo: it needs one of luffy, hybrid",
+        ),
+        ("luffy --traces x.jsonl --refill-limit 1", "--refill-limit is 1, but has no effect with --algorithm luffy"),
     ],
 )
 def test_what_it_cannot_work_with_is_refused(capsys, flags, says):

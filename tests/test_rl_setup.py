@@ -53,5 +53,7 @@ def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
     config, before = with_values(PpoConfig(), {"algorithm": "grpo"}), {"step": 0, "eval/f1": 0.0}
     none, some = ({"step": 1, "reward": 0.1} | record for record in (NONE, SOME))
     said = outcome_of(config, [before, *[none] * 33])
-    assert "done" not in said and "nothing was earned" in said and "no answer in all 33 rounds was rewarded" in said
+    assert (
+        "done" not in said and "gave no training signal" in said and "no answer in all 33 rounds was rewarded" in said
+    )
     assert outcome_of(config, [before, *[none] * 32, some]) == outcome_of(config, [before]) == "done"

@@ -76,7 +76,7 @@ def completed(client, question, model="search"):
 def test_fast_chat_by_an_adapter_that_learned_steps_says_so(server):
     with urllib.request.urlopen(f"{server}/api/health", timeout=5) as reply:
         health = json.load(reply)
-    assert health["notes"]["chat"].startswith("The adapter sft learned steps and not to chat")
+    assert health["notes"]["chat"].startswith("The adapter sft is trained on steps, not on chat")
 
 
 def test_sixteen_at_once_get_what_each_gets_alone(server):
@@ -242,7 +242,7 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, capsys, package):
 @pytest.mark.parametrize(
     ("argv", "status", "cause"),
     [
-        (["--output", "x", "--retriever", "none"], 2, "--output is x, and would do nothing"),
+        (["--output", "x", "--retriever", "none"], 2, "--output is x, but has no effect"),
         (["--cors-origins", "*"], 2, "--cors-origins is *"),
         (["--port", "99999"], 2, "at most 65535"),
         ([], 2, "--index is missing"),
@@ -257,7 +257,7 @@ def test_a_port_in_use_is_named(capsys):
     with listening.listen(ServerSettings(port=0)) as taken:
         port = str(taken.getsockname()[1])
         assert serve.main(["--preset", "tiny", "--retriever", "none", "--port", port]) == 1
-    assert f"nothing can listen at 127.0.0.1, port {port}" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_the_memory(capsys):

@@ -202,7 +202,7 @@ def test_sigterm_saves_and_exits_143(toy, tmp_path):
     process.terminate()
     _, told = process.communicate(timeout=60)
     assert process.returncode == 143, told
-    newest = checkpoint.newest_sound(output)
+    newest = checkpoint.newest_valid(output)
     assert checkpoint.read(newest).step == len(log(output)) < 20
     assert f"--config {output / 'config.toml'} --resume auto" in told
 
@@ -275,4 +275,4 @@ def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", map(trajectory, reversed(range(20))))
     assert len(read_rows(tmp_path / "rows.jsonl", build_protocol(ProtocolSettings()))) == 20
     assert sft.main([*arguments, "--resume", "auto"]) == 1
-    assert "the data are not those" in capsys.readouterr().err
+    assert "the data have changed" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_prompts_of_sources_share_what_all_begin_with_and_must_leave_room(tokeni
     common = next(i for i, (x, y) in enumerate(zip(*prompts)) if x != y)
     assert shared_by_prompts([asked("b"), asked("a")], layouts) == common // 16 * 16 > 64
     assert shared_by_prompts([asked("b"), asked("a"), asked("c", "s" * 20)], layouts) == 16  # of 1 + 7 + 20
-    with pytest.raises(R3LiteError, match="question talk/1 and its prompt take"):
+    with pytest.raises(R3LiteError, match="question talk/1 and its prompt have"):
         shared_by_prompts([asked("b"), asked("x" * 400)], layouts)
 
 

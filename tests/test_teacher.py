@@ -79,7 +79,7 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
 
     monkeypatch.setattr(teacher_logprobs, "write_part", stops)
     assert collected(trajectories, tmp_path / "parts") == 130
-    with pytest.raises(R3LiteError, match="no complete cache of log-probabilities: it has no manifest"):
+    with pytest.raises(R3LiteError, match="not a complete cache of log-probabilities: it has no manifest"):
         lessons(tmp_path / "parts")
 
     def counted(folder, number, *rest):
@@ -98,14 +98,14 @@ def test_a_cache_of_something_else_is_not_gone_on_with(trajectories, cache, tmp_
     folder = shutil.copytree(cache, tmp_path / "cache")
     same_k = ["--teacher-top", "8"]
     assert collected(trajectories, folder, "--teacher-top", "9") == 1
-    assert "part-00000.safetensors was made with another top: 8, and here is 9" in capsys.readouterr().err
+    assert "part-00000.safetensors was made with another top: 8, not 9" in capsys.readouterr().err
     assert collected(trajectories, folder, *same_k, "--quantize", "nf4", "--nf4-cache", "none") == 1
     assert "was made with another teacher" in capsys.readouterr().err
     assert collected(trajectories, folder, *same_k, "--limit", "2") == 1
     assert "was made with another trajectories" in capsys.readouterr().err
     (folder / "mine.txt").write_text("x")
     assert collected(trajectories, folder, *same_k) == 1
-    assert "holds mine.txt, which is not of a cache" in capsys.readouterr().err
+    assert "is not a cache of log-probabilities: it holds mine.txt" in capsys.readouterr().err
     assert collect.main([*CPU, "--teacher-logprobs", "a", "--data", trajectories, "--output", "b"]) == 2
 
 
@@ -128,17 +128,17 @@ def test_a_cache_that_does_not_fit_the_run_is_refused(cold, cache, trajectories,
     run = dgpo(cold, tmp_path / "run", "--teacher-logprobs")
     (tmp_path / "init.txt").write_text("Say it.\n{question}", encoding="utf-8")
     assert ppo.main([*run, str(cache), "--init-prompt", str(tmp_path / "init.txt")]) == 1
-    assert "begins with another prompt than its episodes" in capsys.readouterr().err
+    assert "has another prompt than its episodes" in capsys.readouterr().err
     run = dgpo(cold, tmp_path / "other", "--teacher-logprobs")
     assert ppo.main([*run, str(cache), "--max-length", "300"]) == 1
-    assert "and --max-length is 300" in capsys.readouterr().err
+    assert "but --max-length is 300" in capsys.readouterr().err
     assert ppo.main([*run, str(tmp_path)]) == 1
-    assert "is no complete cache" in capsys.readouterr().err
+    assert "is not a complete cache" in capsys.readouterr().err
     lines = [row.values | {"id": f"other {i}"} for i, row in enumerate(read_jsonl(trajectories))]
     write_jsonl(tmp_path / "rows.jsonl", lines)
     assert collected(str(tmp_path / "rows.jsonl"), tmp_path / "of others") == 0
     assert ppo.main([*run, str(tmp_path / "of others")]) == 1
-    assert "has a trajectory of none of the 6 questions" in capsys.readouterr().err
+    assert "has no trajectory for any of the 6 questions" in capsys.readouterr().err
 
 
 def test_a_teacher_with_other_tokens_is_refused(cold, cache, tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_a_teacher_with_other_tokens_is_refused(cold, cache, tmp_path, capsys):
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (folder / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     assert ppo.main(dgpo(cold, tmp_path / "run", "--teacher", str(folder))) == 1
-    assert f"the teacher {folder} has other tokens than the policy tiny" in capsys.readouterr().err
+    assert f"the teacher {folder} and the policy tiny have different tokenizers" in capsys.readouterr().err
     with pytest.raises(R3LiteError, match="has another tokenizer"):
         read_cache(cache, Tokenizer.load(folder).fingerprint, 1536)
 
@@ -191,7 +191,7 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
     assert batch.teacher == [LESSON.teacher, None] and batch.groups.tolist() == [1, 1]
     untaught = cached.batch([failed], {0: "q", 1: "p"})
     assert untaught.teacher == [None] and torch.equal(untaught.tokens, Batch.of([failed]).tokens)
-    with pytest.raises(R3LiteError, match="the question q begins with another prompt"):
+    with pytest.raises(R3LiteError, match="question q has another prompt"):
         cached.batch([replace(failed, tokens=[5, 4, 7, 8])], {0: "p", 1: "q"})
 
 

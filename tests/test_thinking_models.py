@@ -94,7 +94,7 @@ def test_thoughts_to_train_on_where_they_are_switched_off_are_refused(family, ba
         return  # it has no switch
     given = ["--model", str(base), "--config", str(sources), "--output", str(tmp_path / "run")]
     assert sft.main([*TAUGHT.split(), *given]) == 1
-    assert "the chat template switches thoughts off\n  Pass --thinking on" in capsys.readouterr().err
+    assert "thinking is off in the chat template\n  Pass --thinking on" in capsys.readouterr().err
     assert ppo.main([*ROUND.split(), *given, "--adapter", str(taught)]) == 1
     told = capsys.readouterr().err
     assert f"{taught} was trained on --thinking on (here auto)" in told and "\n  Pass --thinking on" in told
@@ -111,7 +111,7 @@ def test_a_question_is_answered_without_showing_the_thought(family, base, traine
     codes = ask.main(["Capital 3?", *model]), evaluate.main([*scored, *model])
     out, told = capsys.readouterr()
     if (family, thinking) == ("r1", "off"):
-        assert codes == (1, 1) and told.count("has no switch for --thinking off") == 2
+        assert codes == (1, 1) and told.count("does not support --thinking off") == 2
         return
     assert codes == (0, 0) and told.count("was trained on chats without steps (here --format r3)") == 2
     assert ("--thinking on (here auto)" in told) == (family == "qwen3" and thinking != "on")

@@ -97,7 +97,7 @@ def read(folder):
     return json.loads((folder / "history.json").read_text(encoding="utf-8"))
 
 
-TWICE = "it has {question} 2 times; it has {answer}, which the first prompt has not"
+TWICE = "it has {question} 2 times; it has {answer}, which the first prompt does not have"
 MADE = [  # (round, parent, prompt, why it is rejected)
     (0, None, FIRST, ""),
     (1, 0, f"{FIRST}!", ""),
@@ -147,7 +147,7 @@ def test_two_rounds_by_hand(run, model, critic, files, capsys):
     assert model.count("dev0") == 3 and model.count("train0") == 3  # three prompts scored; one and then two tried
     told = capsys.readouterr().out
     assert "critic: 24 requests, 0 replies from the cache, 0.0" in told
-    assert "rejected: 2, of 0: it lost {question}" in told
+    assert "rejected: 2, from 0: it lost {question}" in told
     assert "best: prompt 5, f1 0.500 [" in told and "the first had 0.000 [" in told
     assert (
         run() == 0 and len(critic.requests) == 24 and len(model) == 6 * QUESTIONS
@@ -183,7 +183,7 @@ def test_killed_anywhere_it_goes_on_and_asks_and_scores_nothing_twice(run, model
 def test_a_cap_on_calls_ends_it_with_the_best_so_far_and_more_calls_go_on(run, model, critic, files, capsys):
     assert run("--judge-max-calls", "5") == 0  # four critiques, and the edit after the first
     told = capsys.readouterr().out
-    assert "stopped before its last round was over: the cap of 5 requests is reached" in told
+    assert "stopped before the end: --judge-max-calls 5 is reached" in told
     assert "best: prompt 1, f1 0.250" in told
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}!\n"
     assert len(critic.requests) == 5 and len(read(files / "out")["rounds"]) == 1
@@ -197,7 +197,7 @@ def test_a_cap_on_money_ends_it_too(run, model, critic, files, capsys):
     """A reply of 100 and 10 tokens costs 0.000055 US dollars; what it may cost at most is reserved before."""
     assert run("--judge-max-cost", "0.0042") == 0
     out = capsys.readouterr().out
-    assert "the cap of 0.0042 US dollars is reached" in out and 0 < len(critic.requests) < 24
+    assert "--judge-max-cost 0.0042 is reached" in out and 0 < len(critic.requests) < 24
     assert (files / "out" / "best_prompt.txt").exists()
 
 
@@ -212,9 +212,7 @@ def test_replies_that_are_none_are_rejected_and_if_all_are_it_stops(run, model, 
     critic.script = lambda body: answers.said(replies.pop()) if replies else good(body)
     assert run("--rounds", "1") == 0
     rejected = [c["rejected"] for c in read(files / "out")["candidates"][1:4]]
-    assert rejected == ["the reply is JSON, but not what was asked for"] * 2 + [
-        "the reply is not JSON, or not a reply at all"
-    ]
+    assert rejected == ["the reply is JSON, but not of the requested form"] * 2 + ["the reply is not valid JSON"]
 
 
 def test_a_prompt_too_long_for_an_episode_is_rejected(run, model, critic, answers, files):
@@ -227,13 +225,13 @@ def test_a_prompt_too_long_for_an_episode_is_rejected(run, model, critic, answer
 
     critic.script = long
     assert run("--rounds", "1", "--branch", "1") == 0
-    assert "no room for an answer within --max-length" in read(files / "out")["candidates"][1]["rejected"]
+    assert "an answer does not fit in --max-length" in read(files / "out")["candidates"][1]["rejected"]
 
 
 def test_a_prompt_that_fails_nowhere_is_not_criticized(run, model, critic, files, capsys):
     (files / "first.txt").write_text(f"{FIRST}!!!!", encoding="utf-8")
     assert run("--rounds", "1") == 0
-    assert critic.requests == [] and "failed at no question" in capsys.readouterr().err
+    assert critic.requests == [] and "no failures, so no critique" in capsys.readouterr().err
 
 
 def test_what_is_there_is_another_runs(run, model, critic, files, capsys):
@@ -242,7 +240,7 @@ def test_what_is_there_is_another_runs(run, model, critic, files, capsys):
     assert "is of another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
     (files / "first.txt").write_text("Be calm. {question}", encoding="utf-8")
     assert run("--rounds", "1") == 1
-    assert "is of another first prompt or of other questions" in capsys.readouterr().err
+    assert "has another first prompt or other questions" in capsys.readouterr().err
     (files / "mine").mkdir()
     (files / "mine" / "notes.txt").write_text("x", encoding="utf-8")
     assert run(output="mine") == 1 and "is not an empty folder" in capsys.readouterr().err
@@ -256,12 +254,12 @@ def test_more_rounds_go_on_from_what_is_there(run, model, critic, files):
 
 
 def test_errors_and_dry_run(run, model, critic, files, capsys):
-    assert run("--judge", "none") == 2 and "would do nothing here: it is for --judge" in capsys.readouterr().err
+    assert run("--judge", "none") == 2 and "has no effect here: it needs --judge" in capsys.readouterr().err
     assert run("--format", "tags", "--init-prompt", "none", "--improve", "step_prompt") == 2
     assert "--format tags has no such prompt" in capsys.readouterr().err
     assert run("--beam", "4", "--rounds", "3", "--dry-run") == 0
     told = capsys.readouterr().out
-    assert "At most 72 calls of the critic (36 critiques and as many edits) and 37 prompts scored" in told
+    assert "At most 72 calls of the critic (36 critiques, 36 edits) and 37 prompts scored" in told
     assert not (files / "out").exists() and critic.requests == []
 
 

@@ -54,7 +54,7 @@ def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vll
 
 def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold, tmp_path, vllm):
     flags = ["--temperature", "0.7", "--rollout-server"]
-    with pytest.raises(R3LiteError, match="from before --temperature\n  Start vLLM with --logprobs-mode processed"):
+    with pytest.raises(R3LiteError, match="without --temperature\n  Start vLLM with --logprobs-mode processed"):
         sampler_of(config_of(cold, *flags, vllm(raw=True)[1]), tmp_path)
     sampler, learner, _ = sampler_of(config_of(cold, *flags, vllm()[1]), tmp_path)
     assert trainers_difference(learner, sampler.sample(1, Stopwatch()).sequences) < 1e-4
@@ -63,8 +63,8 @@ def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold,
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"root": "Qwen/Qwen2.5-0.5B"}, "serves Qwen/Qwen2.5-0.5B, and --model is tiny"),
-        ({"longest": 512}, "takes 512 tokens, and --max-length is 1536"),
+        ({"root": "Qwen/Qwen2.5-0.5B"}, "serves Qwen/Qwen2.5-0.5B, but --model is tiny"),
+        ({"longest": 512}, "--max-length is 1536, but .* takes at most 512 tokens\n  Pass --max-length 512"),
         (
             {"updating": False},
             "vLLM cannot load .*: status 404.*\n  Start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",

@@ -54,9 +54,9 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
     if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":
-        raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")
+        raise UsageError("--retriever golden and --context question need the questions of a data set")
     if settings.retriever != "none" and settings.from_questions:
-        raise UsageError("--index is missing: a folder that r3lite.index wrote; or --corpus FILE, or --retriever none")
+        raise UsageError("--index is missing: pass an index folder, or --corpus FILE, or --retriever none")
     setup = Setup(settings, [], config.common.seed, gives_up=gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)

@@ -45,9 +45,9 @@ def adapters_of(config: ServeConfig) -> dict[str, str | None]:
             last = path.parent.name if path.name == "adapter" else path.name
             name = re.sub(r"[^\w-]+", "", last, flags=re.ASCII)[:64]
         if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII):
-            raise UsageError(f"the adapter {folder} has no name: pass NAME=FOLDER, of letters, digits, - and _")
+            raise UsageError(f"the adapter {folder} needs a name of letters, digits, - and _: pass NAME=FOLDER")
         if name == BASE and entry != BASE:
-            raise UsageError(f"the adapter {folder} cannot be named {BASE}, as the bare base is: pass NAME=FOLDER")
+            raise UsageError(f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass NAME=FOLDER")
         if name in named:
             raise UsageError(f"two adapters are named {name}: pass NAME=FOLDER")
         named[name] = None if entry == BASE else folder
@@ -62,7 +62,7 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
     chosen = {mode: getattr(settings, f"{mode}_adapter") or usual[mode] for mode in MODES}
     for mode, name in chosen.items():
         if name not in names:
-            raise UsageError(f"--{mode}-adapter is {name}; there are {', '.join(names)}: name more with --adapters")
+            raise UsageError(f"--{mode}-adapter is {name}; choose from {', '.join(names)}, or add it to --adapters")
     return chosen if searches else {mode: name for mode, name in chosen.items() if mode != "search"}
 
 
@@ -156,7 +156,7 @@ class LiveAnswers:
         adapter = self.modes["chat"]
         if self._layout(Ask("", "chat", adapter)) == PLAIN:
             return {}
-        return {"chat": f"The adapter {adapter} learned steps and not to chat: it gives a short answer at once"}
+        return {"chat": f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"}
 
     def _layout(self, ask: Ask) -> str:
         style = self.config.modes.chat_style

@@ -34,7 +34,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     retrieve = build_retriever(setup)
     if finder := open_finder(config.procedures, lambda: setup.encoder):
         questions = [finder.before(question) for question in questions]
-        print(f"{sum(bool(q.procedure) for q in questions)} of {len(questions)} questions have a procedure before them")
+        print(f"{sum(bool(q.procedure) for q in questions)} of {len(questions)} questions have a matching procedure")
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     sweep(output)
     write_text(output / CONFIG, to_toml(config, "evaluate"))

@@ -33,7 +33,7 @@ TRAINED = "trained"  # the adapter's name
 
 
 def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
-    """Merges, or not, writes and reads back; tells what is written and how near the two are.
+    """Merges if there is an adapter, writes, reads back; prints what is written and how the logits differ.
 
     All is written beside `output` and takes its place when it is whole. Nothing does if another program would make
     another prompt of it than the training had.
@@ -70,12 +70,12 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         shutil.rmtree(made.parent, ignore_errors=True)
     size = sum(path.stat().st_size for path in output.iterdir())
     written = output / file if file else output
-    print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
+    print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in total; model card: {output / CARD}")
     if before is not None:
         largest, mean, same = parity(before, next_logits(model, prompts, tokenizer.size, "after"))
-        differ = f"the logits differ by {mean:.2g} in the mean and {largest:.2g} at most"
-        likeliest = f"the likeliest next token is the same after {same} of them"
-        print(f"parity      over {len(prompts)} prompts {differ}; {likeliest}")
+        differ = f"logits differ by {mean:.2g} on average, {largest:.2g} at most"
+        likeliest = f"the most likely next token is the same for {same}"
+        print(f"compared    on {len(prompts)} prompts: {differ}; {likeliest}")
 
 
 @torch.no_grad()

@@ -154,11 +154,10 @@ def load_policy(
 def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Training, folder: Path) -> Policy:
     """Full fine-tuning: each layer's weights are changed within the backward pass."""
     if training.ranks.size > 1:
-        cause = f"--no-lora trains in one process, and torchrun started {training.ranks.size}"
-        raise R3LiteError(cause, "Start it without torchrun, or leave --no-lora out.")
+        cause = f"--no-lora trains in one process, but torchrun started {training.ranks.size}"
+        raise R3LiteError(cause, "Start it without torchrun, or remove --no-lora.")
     if precision.scaler is not None:
-        cause = "--no-lora trains weights in bf16 or fp32, and this run is in fp16, in which gradients are scaled"
-        raise R3LiteError(cause, "Pass --dtype bf16 or fp32, or leave --no-lora out.")
+        raise R3LiteError("--no-lora does not work in fp16", "Pass --dtype bf16 or fp32, or remove --no-lora.")
     s = training.optimizer
     named = dict(model.named_parameters())
     optimizer = AdamW8(named, s.learning_rate, s.weight_decay, s.max_grad_norm, training.seed)
@@ -186,12 +185,11 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
     config = read_config(folder)
     if ids > config.vocab_size:
-        rows = f"{config.vocab_size} rows (vocab_size in config.json)"
-        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {rows}"
+        most = f"vocab_size in config.json is {config.vocab_size}"
+        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, but {most}"
         raise R3LiteError(cause, "Copy tokenizer.json and config.json from the same model.")
     if longest > (most := config.max_position_embeddings):
-        made_for = f"{most} (max_position_embeddings in config.json)"
-        cause = f"rows of {longest} tokens are asked for, and the model in {folder} was made for {made_for}"
+        cause = f"rows have up to {longest} tokens, but max_position_embeddings in {folder / 'config.json'} is {most}"
         raise R3LiteError(cause, f"Pass --max-length {most} or less.")
 
 
@@ -199,16 +197,16 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
     if (place := lora.adapter_folder(settings.adapter)).parent.parent == Path(settings.adapter):
-        print(f"{settings.adapter} is not complete: the adapter of its newest checkpoint, {place}", file=sys.stderr)
+        print(f"{settings.adapter} is not complete; using its latest checkpoint, {place}", file=sys.stderr)
     if fingerprint and trained_on and trained_on != fingerprint:
         cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
-        remedy = "Pass the --model that it was trained on, or an adapter of this one."
-        raise R3LiteError(f"{cause}, while --model {settings.model} has {fingerprint}", remedy)
+        remedy = "Pass the --model that it was trained on, or another adapter."
+        raise R3LiteError(f"{cause}; --model {settings.model} has {fingerprint}", remedy)
 
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
-    the settings of a command have, as far as its run folder tells."""
+    the settings of a command have, as far as its run folder says."""
     now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
     trained = made_by_run(now["model"], adapter)
     if trained is None or not (then := settings_of(trained)):
@@ -223,8 +221,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         known = f"--format {', '.join(sorted(learned))}" if learned else "chats without steps"
         other = [f"{known} (here {'--format ' * (not learned)}{', '.join(asked - learned)})", *other]
     if other:
-        message = f"{trained} was trained on {', '.join(other)}: what it learned may not show"
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {trained} was trained with {', '.join(other)}: results may be worse", file=sys.stderr)
 
 
 def _formats(settings: Mapping[str, Any]) -> set[str]:
@@ -242,18 +239,18 @@ def _check_shape(adapter: str, training: Training) -> None:
         asked, usual = getattr(training.fresh, name), getattr(training.usual, name)
         same = set(asked) == set(value) if name == "lora_targets" else asked == value
         if asked != usual and not same:
-            remedy = "Leave that setting out, as an adapter keeps its shape; or leave --adapter out for a fresh one."
-            raise R3LiteError(f"{flag(name)} is {asked}, and the adapter {adapter} has {value}", remedy)
+            remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
+            raise R3LiteError(f"{flag(name)} is {asked}, but the adapter {adapter} has {value}", remedy)
 
 
 def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
-    """Compiles what models/compiled.py says and tells how long it took; if that cannot be, why the run goes on so."""
+    """Compiles what models/compiled.py says and prints how long it took, or why nothing is compiled."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
     began = time.perf_counter()
-    dense = None if nf4 and device.type == "cuda" else "it is for a base in NF4 on a CUDA card"
+    dense = None if nf4 and device.type == "cuda" else "it needs an NF4 base on a CUDA GPU"
     if reason := dense or compiled.missing_compiler(device):
-        print(f"warning: nothing is compiled in spite of --compile: {reason}", file=sys.stderr)
+        print(f"warning: --compile has no effect: {reason}", file=sys.stderr)
         return
     print("compiling the dequantization of NF4 weights ...", file=sys.stderr)
     try:
@@ -261,8 +258,8 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     except TorchDynamoException as error:
         raise R3LiteError(
             f"--compile failed: {str(error).strip().partition(chr(10))[0]}",
-            "Leave --compile out. If an earlier run was killed while it compiled, deleting PyTorch's kernel cache "
-            "helps: the folder of TORCHINDUCTOR_CACHE_DIR, or torchinductor_USER among the temporary files.",
+            "Remove --compile. If an earlier run was killed during compilation, delete PyTorch's kernel cache: "
+            "TORCHINDUCTOR_CACHE_DIR, by default torchinductor_USER in the folder of temporary files.",
         ) from error
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
@@ -290,15 +287,15 @@ def _load(folder: Path, precision: Precision, nf4: bool, cache: str | None, stre
         with sole_writer(kept, folder=False):
             sweep(kept)  # of a kill: as large as the weights
             saving.save_nf4(model, folder, kept)
-        print(f"the quantized weights are kept in {kept}", file=sys.stderr)
+        print(f"cached the quantized weights in {kept}", file=sys.stderr)
     except (OSError, R3LiteError) as error:  # a full disk costs the next start some seconds, not this run
         message = str(error).splitlines()[0]
-        print(f"warning: the quantized weights cannot be kept in {kept}: {message}", file=sys.stderr)
+        print(f"warning: cannot cache the quantized weights in {kept}: {message}", file=sys.stderr)
     return model
 
 
 def _state_of(folder: Path, dtype: torch.dtype) -> str:
-    """A digest of all that NF4 weights are made of, which tells a folder that has changed from what was kept of it."""
+    """A digest of all that NF4 weights are made of: it differs if the folder has changed since they were cached."""
     weight_files = [path for path in sorted(folder.glob("*.safetensors*")) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files]
     state = hashlib.sha256(repr((str(folder.resolve()), str(dtype), stats, weights.fingerprint(folder))).encode())

@@ -36,7 +36,7 @@ from r3lite.tuning.history import Candidate, History, Round, shown
 
 BEST, CANDIDATES = "best_prompt.txt", "candidates"
 KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
-AGAIN = "run the same command again: what was done is kept."
+AGAIN = "run the same command again; it continues from here."
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
     build_protocol(protocol)  # raises R3LiteError for a bad prompt file
     name = prompt_file(protocol, which)
     if name is None:
-        raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt of its own")
+        raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt")
     return read_prompt(name)
 
 
@@ -60,7 +60,7 @@ def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
     tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
     sampled = read_questions(config.data.data, config.data.limit, skip)
-    why_not = "are in --data as well: critiques may quote them"
+    why_not = "are also in --data, so critiques may quote them"
     scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
     retrieve = other = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
     if config.retrieval.from_questions:
@@ -112,7 +112,7 @@ class PromptTuner:
         parts = [f"{counts['calls']} requests", f"{counts['cache_hits']} replies from the cache"]
         parts += [f"{counts['failures']} failed"] if counts["failures"] else []
         parts += [f"{counts['cost']:.4f} US dollars"] if "cost" in counts else []
-        stopped = f"stopped before its last round was over: {self.capped}; with a higher cap, the same command goes on"
+        stopped = f"stopped before the end: {self.capped}; run the same command with a higher limit to continue"
         return [f"critic: {', '.join(parts)}", *([stopped] if self.capped else [])]
 
     def branch_out(self, number: int, title: str) -> None:
@@ -122,7 +122,7 @@ class PromptTuner:
             name = f"{title}, prompt {parent.id}"
             failures = self.failures(parent, number, name)
             if not failures:
-                print(f"{name} failed at no question that it was tried on, so it is not criticized", file=sys.stderr)
+                print(f"{name}: no failures, so no critique", file=sys.stderr)
                 continue
             asked = [self.critique_request(parent, failures, number, branch) for branch in branches]
             critiques = dict(zip(branches, self.ask(asked, f"{name}: critiques"), strict=True))
@@ -160,7 +160,7 @@ class PromptTuner:
         elif failed and len(failed) == len(replies):
             reason = ": ".join(filter(None, (FAILURES[failed[0].failure], failed[0].detail)))
             cause = f"none of the critic's {len(replies)} replies can be used; the first: {reason}"
-            raise R3LiteError(cause, f"Look at the reason, and {AGAIN}")
+            raise R3LiteError(cause, f"Fix the cause, and {AGAIN}")
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
@@ -168,7 +168,7 @@ class PromptTuner:
         id = len(self.history.candidates)
         fault = FAILURES[edit.failure] if edit.failure else self.fault_of(candidate.prompt, id)
         if fault:
-            print(f"rejected: prompt {id}, made of {candidate.parent}: {fault}", file=sys.stderr)
+            print(f"rejected: prompt {id}, from prompt {candidate.parent}: {fault}", file=sys.stderr)
         self.history.add(replace(candidate, id=id, rejected=fault or ""))
 
     def fault_of(self, prompt: str, id: int) -> str | None:
@@ -176,11 +176,11 @@ class PromptTuner:
         if problem := unfit(prompt, self.history.candidates[0].prompt):
             return problem
         if same := self.history.same_as(prompt):
-            return f"it is the same as {same.id}"
+            return f"it is the same as prompt {same.id}"
         layout = replace(self.engine.layout, protocol=self.with_prompt(prompt, id))
         longest = max(len(layout.prompt(q.text)) for q in [*self.sampled.questions, *self.scored.questions])
         if longest + ANSWER_ROOM > self.config.lengths.max_length:
-            return f"with a question it has {longest} tokens, which leaves no room for an answer within --max-length"
+            return f"with a question it has {longest} tokens, so an answer does not fit in --max-length"
         return None
 
     def with_prompt(self, prompt: str, id: int) -> Protocol:
@@ -196,8 +196,8 @@ class PromptTuner:
         run = replace(self.engine, layout=layout).run
         episodes = [sequence.episode() for sequence in run(pool.questions, seeds, pool.retrieve, title)]
         if failed := [episode.failure for episode in episodes if episode.failure]:
-            cause = f"the retriever failed at {len(failed)} questions: {failed[0]}"
-            raise R3LiteError(cause, f"Mend that, and {AGAIN}")
+            cause = f"the retriever failed on {len(failed)} questions: {failed[0]}"
+            raise R3LiteError(cause, f"Fix the cause, and {AGAIN}")
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
@@ -212,7 +212,7 @@ class PromptTuner:
         found = scores(self.marks_of(candidate), self.config.common.seed)
         self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
         metric, best = self.config.tuning.metric, self.history.best
-        message = f"{metric} {shown(found[metric])}; the best so far is {best.id} with {shown(best.scores[metric])}"
+        message = f"{metric} {shown(found[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
@@ -223,7 +223,7 @@ class PromptTuner:
         self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
-        lines = read_jsonl(self.predictions_of(candidate), "Begin with another --output.")
+        lines = read_jsonl(self.predictions_of(candidate), "Pass another --output.")
         return [Marks.from_json(line) for line in lines]
 
     def predictions_of(self, candidate: Candidate) -> Path:

@@ -92,13 +92,13 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
     """Runs RL in its run folder, from the first round or from a checkpoint."""
     check(config)
     if config.remote.rollout_server and ranks.size > 1:
-        raise UsageError("--rollout-server is for one process that learns, and torchrun has started several: leave one")
+        raise UsageError("--rollout-server needs a run in one process: start it without torchrun")
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
     with ExitStack() as ending, RunFolder("ppo", config, output, (EPISODES,), ranks) as run:
         questions = read_questions_of(config.data, config.mixture)
         if config.rl.expand_limit and not any(question.gold for question in questions):
-            cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
-            raise R3LiteError(cause, "Leave it out, or train on questions whose supporting paragraphs are marked.")
+            cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
+            raise R3LiteError(cause, "Remove it, or train on questions with supporting facts.")
         protocols = protocols_of(config.protocol, config.mixture)
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
@@ -137,21 +137,19 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 def check(config: PpoConfig) -> None:
     """Raises UsageError if settings contradict each other."""
     if config.sampling.temperature == 0:
-        raise UsageError(
-            "--temperature 0 samples the same episode again and again, and RL learns from differences: pass 1"
-        )
+        raise UsageError("--temperature is 0: all episodes of a question would be the same; pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
-        raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+        raise UsageError(f"--least-searches is {least}; it must be at most --max-hops, {config.lengths.max_hops}")
     named = named_rewards(config.reward)
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     if not any(protocols[name].searches for name in names):
-        what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} has no"
+        what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
         if idle := [reward.name for reward in named if reward.function in SEARCHING]:
-            raise UsageError(f"--rewards names {idle[0]}, and {what} searches")
+            raise UsageError(f"--rewards has {idle[0]}, which needs searches, but {what} any")
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
-            raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
+            raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)
     if config.remote.rollout_server:

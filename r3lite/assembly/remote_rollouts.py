@@ -90,20 +90,19 @@ def check(config: PpoConfig) -> None:
     """Refuses settings beside which --max-staleness 1 would not be what it says."""
     rl, late = config.rl, config.remote.max_staleness
     if late and rl.importance_cap is None:
-        raise UsageError("--max-staleness 1 needs a correction: pass --importance-cap, such as 2")
+        raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2")
     if late and ALGORITHMS[rl.algorithm].has_replay:
-        raise UsageError(f"--max-staleness 1 draws a round before {rl.algorithm} knows what it replays: pass 0")
+        raise UsageError(f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0")
     if late and config.validation.eval_data and config.guard.guard == "roll-back":
-        why = "a rollback would leave a round that was sampled before it"
-        raise UsageError(f"--max-staleness 1 with --guard roll-back and --eval-data: {why}; pass --guard warn")
+        raise UsageError("--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn")
 
 
 def plan(config: PpoConfig) -> str:
     """What a run would do, for --dry-run."""
     servers, late = ", ".join(config.remote.rollout_server), config.remote.max_staleness
-    which = "the adapter of the round before, while that is learned from" if late else "the adapter of now"
+    which = "the adapter before the last update" if late else "the newest adapter"
     cap = f"importance weights of at most {config.rl.importance_cap:g}" if config.rl.importance_cap else "no correction"
-    return f"\n\nEpisodes are sampled by {servers} (not asked now), each round with {which}; {cap}"
+    return f"\n\nEpisodes are sampled by {servers} (not contacted now), each round with {which}; {cap}"
 
 
 def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path) -> RemoteSampler:
@@ -121,7 +120,7 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
         elif "version" in version:
             servers.append(VllmServer(link, config, local.layout_of, output))
         else:
-            raise R3LiteError(f"{url} is neither a rollout worker of r3lite nor vLLM", REMEDY)
+            raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
     print(f"episodes are sampled by {', '.join(server.check() for server in servers)}", file=sys.stderr)
     engine = RemoteEngine(servers)
     if config.remote.max_staleness:

@@ -30,12 +30,12 @@ def check(config: PpoConfig) -> None:
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
-        raise UsageError(f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of them")
+        raise UsageError(f"--traces is missing: {rl.algorithm} needs a file of a teacher's traces")
     if (algorithm.has_traces or algorithm.has_replay) and changing_weights(config.reward, 1):
-        why = f"{rl.algorithm} learns from episodes that were rewarded in other rounds"
-        raise UsageError(f"{why}, and the weights of --rewards change: pass --curriculum-rounds 0")
+        why = f"{rl.algorithm} reuses the rewards of earlier rounds"
+        raise UsageError(f"{why}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0")
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
-        why = f"{rl.algorithm} learns from right answers, and no reward is given for one"
+        why = f"{rl.algorithm} needs a reward for correct answers"
         raise UsageError(f"{why}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 
 
@@ -80,17 +80,16 @@ def usable(
             found[q.id] = replace(made, off_policy=True)
     strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
     reasons = {
-        "belong to no question of --data": strangers,
+        "have no question in --data": strangers,
         f"are longer than {layout.lengths.max_length} tokens": len(pairs) - len(fitting),
-        "lack a verdict of the judge, or another reward": missing,
-        f"are rewarded less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
-        "come second to a better one of their question": right - len(found),
+        "have no verdict of the judge, or no value of another reward": missing,
+        f"have an answer reward below {rl.trace_min_outcome:g} of the maximum": len(fitting) - missing - right,
+        "are not the best of their question": right - len(found),
     }
     message = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
     message += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
     if not found:
-        remedy = "Pass traces of the questions in --data that answer right."
-        raise R3LiteError(f"--traces {rl.traces}: {message}", remedy)
+        raise R3LiteError(f"--traces {rl.traces}: {message}", "Pass traces with correct answers to --data.")
     print(message, file=sys.stderr)
     return found
 

@@ -122,10 +122,9 @@ def rehearse(learner: Learner) -> None:
 def warn_of_start(adapter: str | None) -> None:
     """Warns if the model to start from has not or hardly been trained on the step format: RL then tends to collapse."""
     if adapter is None:
-        message = "without --adapter, RL starts from a model that was not trained on the step format"
+        message = "without --adapter, RL starts from a model that is not trained on the step format"
     elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
-        share = f"{epochs:.2f} of a pass over its data"
-        message = f"SFT had taken {share} when it wrote {adapter}: with less than one whole pass, RL tends to collapse"
+        message = f"{adapter} had only {epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
     else:
         return
     print(f"warning: {message}", file=sys.stderr)
@@ -142,9 +141,7 @@ def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
     message = no_reward(config, [watched(record) for record in records if "reward" in record], "all ")
     if not message:
         return "done"
-    return (
-        f"nothing was earned that could be learned from: {message}\nadapter, which has learned nothing from its answers"
-    )
+    return f"the rewards gave no training signal: {message}\nadapter, which has learned nothing from its answers"
 
 
 def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
@@ -155,14 +152,14 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
-            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. If malformed, "
-            "run SFT first, or pass the adapter's own --format and prompts; if cut off, a larger --max-new-tokens or "
-            "--max-length; if wrong, see whether the retriever finds the answers"
+            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
+            "run SFT first, or pass the adapter's --format and prompts. Cut off: raise --max-new-tokens or "
+            "--max-length. Wrong answers: check whether the retriever finds them"
         )
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
         return (
-            f"in {seen} the rewards of each group are all equal, from which {config.rl.algorithm} learns nothing. "
-            "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
+            f"in {seen} the rewards of each group are all equal, so {config.rl.algorithm} learns nothing. Raise "
+            "--num-generations or --temperature, pass --refill-limit, or train on other questions"
         )
     return ""
 

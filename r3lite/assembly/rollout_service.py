@@ -87,7 +87,7 @@ class RolloutService:
     def _take(self, adapter: Adapter, sent: str) -> dict:
         """Switches an adapter on, unless it is of another base, or is not what was sent."""
         if adapter.version != sent:
-            raise R3LiteError(f"the adapter was damaged on its way: its hash is {adapter.version}, and not {sent}")
+            raise R3LiteError(f"the adapter was damaged in transfer: its hash is {adapter.version}, not {sent}")
         if adapter.version != self.version:
             model = self.engine.model
             with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
@@ -95,7 +95,7 @@ class RolloutService:
                 name, base = lora.read_base(folder)
                 if base != self.facts["--model"]:
                     cause = f"the adapter was trained on another base: {name} with the fingerprint {base}"
-                    raise R3LiteError(f"{cause}, while --model of the worker has {self.facts['--model']}")
+                    raise R3LiteError(f"{cause}; the worker's --model has {self.facts['--model']}")
                 lora.load_adapter(model, adapter.version, folder, trainable=False)
             lora.set_adapter(model, adapter.version)
             if self.version:
@@ -142,6 +142,6 @@ def serve(config: RolloutWorkerConfig) -> None:
     token = token_of(config.listen)
     server = Server(build(config, token), config.listen.host, config.listen.port)
     host, port = server.server_address[:2]
-    print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C ends)", flush=True)
+    print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
     with server:
         server.serve_forever()

@@ -1,4 +1,4 @@
-"""The stages of the quickstart with their arguments, and the table of what they bring about; used by quickstart."""
+"""The stages of the quickstart with their arguments, and the table of their scores; used by quickstart."""
 
 import shlex
 import time
@@ -64,7 +64,7 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
     """Runs one command with its arguments shown; minutes it took."""
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
-    command.check_status(commands[name].main(arguments), f"the stage {name} failed", "Its own message stands above.")
+    command.check_status(commands[name].main(arguments), f"the stage {name} failed", "See its message above.")
     return (time.monotonic() - start) / 60
 
 
@@ -72,8 +72,7 @@ def output_of(config: QuickstartConfig) -> Path:
     """The folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before them."""
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        remedy = "Name a new one; every stage starts anew."
-        raise R3LiteError(f"--output {out} exists and is not an empty folder", remedy)
+        raise R3LiteError(f"--output {out} exists and is not an empty folder", "Pass a new folder.")
     return out
 
 
@@ -98,7 +97,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         folder = out / f"evaluate-{name.lower()}"
         arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
         arguments += [*quick["evaluate"], *(["--adapter", str(adapter)] if adapter else [])]
-        title = f"evaluate the {name} model on questions about entities it never saw"
+        title = f"evaluate the {name} model on questions about new entities"
         run_stage(title, commands, "evaluate", arguments)
         return Stage(name, folder, minutes)
 
@@ -114,23 +113,23 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         passages = ["--preset", common.preset, "--corpus", str(world / "corpus.jsonl")]
         run_stage("index the encyclopedia", commands, "index", [*passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
-    title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
+    title = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
     collected(title, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluated("base", None, 0.0)]
-    minutes = taught("SFT: learn the step format and to copy what was read", trajectories, out / "sft")
+    minutes = taught("SFT: learn the step format and copying from documents", trajectories, out / "sft")
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
     if ALGORITHMS[name].has_teacher:
         flawless, adapter = out / "flawless.jsonl", out / "teacher"
-        collected("collect flawless trajectories for a teacher", flawless)
-        taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
+        collected("collect correct trajectories for a teacher", flawless)
+        taught("SFT of the teacher, a second adapter", flawless, adapter)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     if ALGORITHMS[name].has_traces:  # the hasty ones among them have too small a reward, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     arguments += SAMPLING if settings.format != "r3" else []
-    title = f"{name.upper()}: learn from rewards, with questions and answers only"
+    title = f"{name.upper()}: learn from rewards on questions and answers"
     minutes = run_stage(title, commands, "ppo", arguments)
     stages.append(evaluated(name.upper(), out / name, minutes))
     report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
@@ -145,7 +144,7 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     head = "".join(f"{c:>10}" for c in ("EM", "F1", "format", "recall", "searches", "minutes"))
     print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{wide}}{head}")
     rows = []
-    about = f"   the {taught_by['n']} trajectories for SFT; hasty on purpose"
+    about = f"   the {taught_by['n']} trajectories for SFT; deliberately hasty"
     print(f"{'teacher':<{wide}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
     for stage in stages:
         values = {key: stage.scores[key]["value"] for key in keys}
@@ -156,10 +155,9 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     gain = {"value": em["difference"]} | {key: em[key] for key in ("low", "high", "p")}
     interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
     print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
-    print(f"{minutes:.1f} minutes in all")
+    print(f"{minutes:.1f} minutes in total")
     if config.quickstart.quick:
-        print("--quick shows that everything runs: its few steps teach nothing, and the adapters answer", end=" ")
-        print("next to nothing right; leave it out to see the model learn")
+        print("--quick only shows that everything runs; without it, the model learns")
     total = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
     write_json(out / "quickstart.json", total)
 

@@ -100,7 +100,7 @@ class SFTTrainer:
             except torch.OutOfMemoryError as error:
                 if not self.policy.precision.changed_weights:
                     raise  # it can be tried again
-                remedy = "Close what else uses the card, or pass a smaller --vram-budget, and go on with --resume auto."
+                remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
                 raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
             shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
         # Copied while the gradients' norm is computed, so that a step waits for the device once.
@@ -160,7 +160,7 @@ def train(config: SftConfig, ranks: Ranks) -> None:
         torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
         trainer = build_trainer(config, *data, ranks)
         if loop.train(run, trainer, spans=trainer.spans):
-            print(f"the {trainer.state.result} is in {run.output / trainer.state.result}")
+            print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
 def build_trainer(
@@ -172,8 +172,7 @@ def build_trainer(
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
-        cause = "--no-lora has one pass a step, and rows of several sources have a pass each"
-        raise R3LiteError(cause, "Pass --batch-size 1, or leave --no-lora out.")
+        raise R3LiteError("--no-lora needs rows of one source per step", "Pass --batch-size 1, or remove --no-lora.")
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)

@@ -111,10 +111,8 @@ class CachedTeacher:
             return rollout
         row, prompt = lesson.row, rollout.action_mask.index(True)
         if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
-            cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
-            raise R3LiteError(
-                cause, "Collect the log-probabilities with this run's --format, prompt files and questions."
-            )
+            cause = f"the cached trajectory of question {question} has another prompt than its episodes"
+            raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompts and questions.")
         reward = sum(amount for _, amount in rollout.rewards)
         made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, reward, rollout.group)
         return replace(made, failed=True, teacher=lesson.teacher)
@@ -131,16 +129,16 @@ def build(config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: 
         lessons = teacher_logprobs.read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
         known = sum(question.id in lessons for question in questions)
         if not known:
-            cause = f"{folder} has a trajectory of none of the {len(questions)} questions"
-            raise R3LiteError(cause, "Collect log-probabilities along trajectories of the questions of --data.")
-        print(f"teacher: {folder} has trajectories of {known} of {len(questions)} questions", file=sys.stderr)
+            cause = f"{folder} has no trajectory for any of the {len(questions)} questions"
+            raise R3LiteError(cause, "Collect log-probabilities for trajectories of the questions in --data.")
+        print(f"teacher: {folder} has trajectories for {known} of {len(questions)} questions", file=sys.stderr)
         return CachedTeacher(lessons)
     if rl.teacher is None:
         return None
     folder = weights.resolve_folder(rl.teacher)
     if Tokenizer.load(folder).fingerprint != tokenizer.fingerprint:
-        cause = f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}"
-        raise R3LiteError(cause, "Choose a teacher of the policy's family, which has the same tokens.")
+        cause = f"the teacher {rl.teacher} and the policy {config.model.model} have different tokenizers"
+        raise R3LiteError(cause, "Pass a --teacher of the policy's model family.")
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
@@ -197,11 +195,11 @@ def write_cache(config: CollectConfig) -> None:
 def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
     """The ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
     if any(isinstance(row, Conversation) for row in trajectories):
-        raise R3LiteError("--data holds conversations", "A cache of log-probabilities is along trajectories.")
+        raise R3LiteError("--data has conversations", "Pass trajectories, which have steps, to --teacher-logprobs.")
     pairs = [(row.id, encoded) for row in trajectories if (encoded := encode_row(row, layout))]
     if left_out := len(trajectories) - len(pairs):
-        message = f"{left_out} of {len(trajectories)} trajectories are longer than {layout.lengths.max_length} tokens"
-        print(f"{message}: left out", file=sys.stderr)
+        most = layout.lengths.max_length
+        print(f"left out {left_out} of {len(trajectories)} trajectories, longer than {most} tokens", file=sys.stderr)
     if not pairs:
         raise R3LiteError("no trajectory fits", "Raise --max-length.")
     return [id for id, _ in pairs], [row for _, row in pairs]

@@ -60,7 +60,7 @@ def read_held_out(config: PpoConfig, trained_on: list[Question]) -> list[Questio
     if settings.eval_data is None:
         return []
     skip, seed = config.data.skip_bad_rows, settings.eval_seed
-    return draw_from(settings.eval_data, settings.eval_questions, seed, skip, trained_on, "are trained on as well")
+    return draw_from(settings.eval_data, settings.eval_questions, seed, skip, trained_on, "are also trained on")
 
 
 def draw_from(

@@ -1,4 +1,4 @@
-"""Checks of a card: that PyTorch can use it, which attention kernels it runs, and what it holds beside tensors."""
+"""Checks of a GPU: that PyTorch can use it, which attention kernels it runs, and what it holds besides tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,13 +19,13 @@ def usable(precision: Precision) -> Finding:
     if precision.device.type == "cuda":
         return _built_for(torch.cuda.get_device_capability(precision.device))
     if torch.cuda.is_available():
-        return skipped(f"the run is on {precision.device.type}; a card is here too")
+        return skipped(f"checked on {precision.device.type}; there is also an NVIDIA GPU")
     if not has_nvidia_card():
-        return skipped("no NVIDIA card is here")
+        return skipped("no NVIDIA GPU found")
     if torch.version.cuda is None:
-        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", REBUILD)
-    message = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
-    return judged(False, message, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
+        return judged(False, "there is an NVIDIA GPU, but PyTorch was built without CUDA", REBUILD)
+    message = f"there is an NVIDIA GPU, but PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
+    return judged(False, message, "Update the GPU driver, or install a build of PyTorch for an older CUDA.")
 
 
 def _built_for(capability: tuple[int, int]) -> Finding:
@@ -38,7 +38,7 @@ def _built_for(capability: tuple[int, int]) -> Finding:
         built = int("".join(filter(str.isdigit, number)))
         sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
     message = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
-    return judged(sound, message, f"The card is too old or too new for this PyTorch. {REBUILD}")
+    return judged(sound, message, f"The GPU is too old or too new for this PyTorch. {REBUILD}")
 
 
 class _Kernels(TorchDispatchMode):
@@ -94,10 +94,10 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
     if bad := [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]:
         message = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
-        return judged(False, message, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")
+        return judged(False, message, "Memory grows with T^2 there: use short rows, and report it with doctor.json.")
     masks = {kernel: [mask for mask in used if used[mask] == kernel] for kernel in used.values()}
     if len(masks) == 1:
-        return judged(True, f"the fused kernel `{next(iter(masks))}` under each of {len(used)} masks")
+        return judged(True, f"all {len(used)} masks use the fused kernel `{next(iter(masks))}`")
     return judged(True, "; ".join(f"{kernel}: {', '.join(under)}" for kernel, under in masks.items()))
 
 
@@ -107,9 +107,9 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
     `driver` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
     """
     if precision.device.type != "cuda":
-        return skipped("of cards alone: context, cuBLAS workspace, graph pools, fragmentation")
+        return skipped("for CUDA GPUs only")
     if not torch.cuda.memory_reserved():
-        return skipped("PyTorch's allocator tells no sizes here")
+        return skipped("PyTorch's allocator reports no sizes here")
     found: dict[str, float] = {}
     if "used_mib" in driver:
         free, total = torch.cuda.mem_get_info(precision.device)
@@ -123,7 +123,7 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
     shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
     if "fragmentation" in measured:
         shares.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
-    remedy = "Plans hold back too little on this card: pass a --vram-budget below its memory, and send us doctor.json."
+    remedy = "Plans reserve too little here: pass a lower --vram-budget, and report it with doctor.json."
     figures = {f"{part} MiB": size for part, size in found.items()}
     within = sum(found.values()) <= sum(planned.values())
-    return judged(within, f"MiB measured of planned: {', '.join(shares)}", remedy, **figures)
+    return judged(within, f"MiB, measured of planned: {', '.join(shares)}", remedy, **figures)

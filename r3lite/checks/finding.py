@@ -13,7 +13,7 @@ from r3lite.devices.precision import dtype_name
 # in fp16 and by 0.017 in bf16. A mistake may cost less, decoding steps that see empty slots 0.002: so checks of logic
 # are made in fp32, too.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-REPORT = "An error of r3lite or of this PyTorch: please send doctor.json with a bug report."
+REPORT = "A bug in r3lite or in this PyTorch: please report it with doctor.json."
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from r3lite.settings import LengthSettings, ProtocolSettings
 # Cross-entropy in nats a token of the shipped model on `sentences()`, in fp32. Another model has another figure.
 ENTROPY, ENTROPY_BOUND = 3.6177, 0.001
 LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
-WRONG_BUILD = "This PyTorch computes wrong numbers on this device: install another build, and send doctor.json to us."
+WRONG_BUILD = "This PyTorch computes wrong numbers here: install another build, and report it with doctor.json."
 
 
 # Of an NF4 product's mean size: what it costs to round weights, inputs and outputs to the dtype. A CPU needs 0 in fp32,
@@ -45,7 +45,7 @@ def logits(precision: Precision) -> Finding:
     exact, rows = Precision(torch.float32, precision.device), sentences()
     model = tiny(exact)
     entropy = -float(logprobs(model, rows, exact).mean())
-    message = f"cross-entropy {entropy:.4f} nats a token, recorded {ENTROPY}"
+    message = f"cross-entropy {entropy:.4f} nats per token, expected {ENTROPY}"
     if not abs(entropy - ENTROPY) <= ENTROPY_BOUND:
         return judged(False, message, WRONG_BUILD, entropy=entropy)
     if precision.device.type == "cpu":
@@ -59,15 +59,15 @@ def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device
     exact = tiny(Precision(torch.float32, CPU))
     ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
     off = float((ours.cpu() - theirs).abs().max())
-    message = f"largest difference from the CPU's {off:.1e}, {LOGIT_BOUND:g} allowed; {about}"
-    remedy = f"Is TF32 switched on for this process? If not: {WRONG_BUILD}"
+    message = f"largest difference from the CPU {off:.1e}, {LOGIT_BOUND:g} allowed; {about}"
+    remedy = f"Disable TF32 if it is on. If not: {WRONG_BUILD}"
     return judged(off <= LOGIT_BOUND, message, remedy, largest_difference=off)
 
 
 def logits_in_dtype(precision: Precision) -> Finding:
     """What the model says in the run's dtype against the CPU in fp32."""
     if precision.dtype == torch.float32:
-        return skipped("the run is in fp32")
+        return skipped("not for fp32")
     rows = sentences()
     exact = logprobs(tiny(Precision(torch.float32, CPU)), rows, Precision(torch.float32, CPU))
     return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), exact)})
@@ -116,7 +116,7 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
     `capture` is a test's stand-in.
     """
     if precision.device.type != "cuda" and capture is None:
-        return skipped("graphs are of CUDA")
+        return skipped("for CUDA only")
     parts, figures, sound = [], {}, True
     for p in {p.dtype: p for p in (Precision(torch.float32, precision.device), precision)}.values():
         cosine, pool = _captured(p, capture)
@@ -124,8 +124,8 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
         sound &= cosine >= bound
         parts.append(f"{cosine:.6f} in {dtype_name(p.dtype)} ({bound} allowed)")
         figures |= {f"least_cosine_{dtype_name(p.dtype)}": cosine, "graph_pools_mib": pool}
-    remedy = "If decoding goes on without graphs, it is only slower; please send doctor.json with a bug report."
-    return judged(sound, f"{len(BUCKETS)} graphs; least cosine of states {', '.join(parts)}", remedy, **figures)
+    remedy = "Decoding without graphs is only slower. Please report it with doctor.json."
+    return judged(sound, f"{len(BUCKETS)} graphs; lowest cosine of states {', '.join(parts)}", remedy, **figures)
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def nf4_weights(precision: Precision) -> Finding:
     product, exact = layer(x.to(precision.device, precision.dtype)).float().cpu(), x @ by_hand.t()
     share = float((product - exact).abs().mean() / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
-    message = f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}"
+    message = f"{other:.1%} of codes differ from the CPU; weights off by {off:.1e}, product by {share:.1e}"
     message += f", {bound:g} allowed"
     sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= NF4_ERROR
     return judged(sound, message, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
@@ -212,12 +212,12 @@ def offload(precision: Precision) -> Finding:
         host.put(x)
     back = [host.take() for _ in given][::-1]
     if not all(torch.equal(x, y) for x, y in zip(given, back, strict=True)):
-        return judged(False, "what came back from the host's memory is not what was put there")
+        return judged(False, "tensors changed on their way to the host's memory and back")
     with_host, without = (_gradients(precision, offloaded) for offloaded in (True, False))
     share = float((with_host - without).abs().max() / without.abs().max())
     bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
-    message = f"tensors come back as they were; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
-    message += "; memory cannot be pinned here, so it is slower" if on_card and not host.pinned else ""
+    message = f"tensors unchanged; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
+    message += "; slower, as memory cannot be pinned here" if on_card and not host.pinned else ""
     return judged(share <= bound, message, gradient_difference=share)
 
 

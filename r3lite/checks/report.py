@@ -80,7 +80,7 @@ def message_of(error: Exception) -> tuple[str, str]:
         return error.cause, error.remedy or REPORT
     first = (str(error).strip() or "no message").splitlines()[0]
     out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    return f"{type(error).__name__}: {first}", "Close what else uses the card." if out_of_memory else REPORT
+    return f"{type(error).__name__}: {first}", "Close other programs that use the GPU." if out_of_memory else REPORT
 
 
 def frames(error: Exception) -> list[str]:

@@ -57,14 +57,14 @@ def place(precision: Precision) -> Iterator[Path]:
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
-    command.check_status(sft([*flags, "--output", str(output)]), "the run ended")
+    command.check_status(sft([*flags, "--output", str(output)]), "the run failed")
     return metrics.read(output / metrics.FILE)
 
 
 def training(precision: Precision) -> Finding:
     """A few steps of SFT in a dtype on the device against the same steps on the CPU in fp32."""
     if precision.device.type == "cpu" and precision.dtype == torch.float32:
-        return skipped("the CPU in fp32 is what the others are compared with")
+        return skipped("the CPU in fp32 is the reference")
     steps = ["--max-steps", str(STEPS), "--batch-size", "4", "--learning-rate", "2e-3"]
     with place(precision) as folder:
         exact = train(folder / "cpu", sft_flags(folder, Precision(torch.float32, CPU), *steps))
@@ -81,7 +81,7 @@ def training(precision: Precision) -> Finding:
 def training_in_fp16(precision: Precision) -> Finding:
     """`training` in fp16, whatever the run's dtype is: what cards before Ampere train in."""
     if precision.dtype == torch.float16:
-        return skipped("the run is in fp16: see above")
+        return skipped("same as the check above")
     return training(Precision(torch.float16, precision.device))
 
 
@@ -107,13 +107,13 @@ def memory(precision: Precision) -> Finding:
     elif on_card:  # no one counts the workspaces there
         planned -= THREADS * plan.workload.beside.workspace
     if used != plan.memory:
-        what = f"memory ran out under the budget of {plan.budget / MIB:,.0f} MiB that the run was planned for"
-        return judged(False, what, "Close what else uses the card; else plans are too small: send doctor.json to us.")
+        what = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"
+        return judged(False, what, "Close other programs that use the GPU; else report it with doctor.json.")
     off = peak / planned - 1
     figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
     what = f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed)"
     what += f", {plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
-    remedy = "Plans are wrong by as much here: leave room in --vram-budget, and send doctor.json with a bug report."
+    remedy = "Plans are off by as much here: pass a lower --vram-budget, and report it with doctor.json."
     return judged(abs(off) <= PLAN_BOUND, what, remedy, **figures)
 
 
@@ -164,9 +164,9 @@ def resume(precision: Precision) -> Finding:
         sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
     off, noise = (largest(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
     if not sound and off <= 10 * noise:
-        differ = f"losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
-        return skipped(f"this device adds in no fixed order: {differ}")
-    return judged(False, f"the resumed run differs: losses by {off:.2g}, and an equal run by {noise:.2g}", loss_off=off)
+        differ = f"losses of two equal runs differ by {noise:.2g}, of a resumed run by {off:.2g}"
+        return skipped(f"this device does not repeat runs exactly: {differ}")
+    return judged(False, f"losses of the resumed run differ by {off:.2g}, of equal runs by {noise:.2g}", loss_off=off)
 
 
 def _same(one: Path, other: Path) -> bool:

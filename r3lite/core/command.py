@@ -141,7 +141,7 @@ def check_used(command: str, config: Any) -> None:
     for use in USES:
         for name in use.names.split():
             if name in now and now[name] not in (then[name], shared.get(name)) and not use.works(chosen):
-                raise UsageError(f"{flag(name)} is {now[name]}, and would do nothing here: it is for {use.purpose}")
+                raise UsageError(f"{flag(name)} is {now[name]}, but has no effect here: it needs {use.purpose}")
 
 
 def free_settings(config: Any) -> set[str]:
@@ -169,13 +169,13 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
 
     Settings that came with a later version of r3lite count as unchanged.
     """
-    remedy = "Name another --output; what is there stays as it is."
+    remedy = "Pass another --output; this one is not changed."
     table = load_toml(kept).get(command)
     if not isinstance(table, dict):
-        raise R3LiteError(f"{output} is not of {command}: {kept} has no settings of it", remedy)
+        raise R3LiteError(f"{output} is not a run of {command}: {kept} has no [{command}]", remedy)
     then = json.loads(json.dumps(flat(with_values(config, table, f"{kept}: "))))
     if changed := changes(then, config, free):
-        raise R3LiteError(f"{output} is of another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
+        raise R3LiteError(f"{output} is another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
 
 
 def check_output(
@@ -188,7 +188,7 @@ def check_output(
     names, others = names_in(output), names_in(output).difference(known)
     if names and (CONFIG not in names or (known and others)):
         cause = f"--output {output} is not an empty folder: it holds {min(others or names)}"
-        raise R3LiteError(cause, f"Name another folder, such as {output / command}.")
+        raise R3LiteError(cause, f"Pass another folder, such as {output / command}.")
     if names:
         refuse_another_run(output / CONFIG, command, config, output, free)
     return names
@@ -238,7 +238,7 @@ class Command:
             check_used(self.table or self.name, config)
             if (size := world().size) > 1 and self.name not in DISTRIBUTED:
                 alone = f"torchrun has started {size} processes, and {self.name} is one: python -m r3lite.{self.name}"
-                raise UsageError(f"{alone}. Several may run {' and '.join(DISTRIBUTED)}")
+                raise UsageError(f"{alone}. Only {' and '.join(DISTRIBUTED)} can run in several")
             if flat(config)["dry_run"]:
                 print(describe(config))
                 if self.plan:
@@ -260,20 +260,20 @@ class Command:
         except OSError as error:
             if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
                 raise
-            remedy = "Check that there is room and that the path can be read and written, or pass another (--output)."
+            remedy = "Check the disk space and the permissions of the path, or pass another --output."
             return self._stopped(R3LiteError(str(error), remedy))
         except RuntimeError as error:
             torch = sys.modules.get("torch")
             if torch is None or not isinstance(error, torch.OutOfMemoryError):
                 raise
-            remedy = "Pass a smaller --vram-budget, or close what else uses the card."
+            remedy = "Pass a smaller --vram-budget, or close other programs that use the GPU."
             return self._stopped(R3LiteError(str(error).splitlines()[0], remedy))
         except KeyboardInterrupt:
             say_error("\ninterrupted")
             return 130
         except Terminated:
             if world().size > 1:
-                say_error("\nterminated: torchrun ends all processes if it is asked to, or if one of them fails")
+                say_error("\nterminated: torchrun stops all processes when it is stopped, or when one of them fails")
             return 143
 
     def _stopped(self, error: R3LiteError) -> int:

@@ -157,7 +157,7 @@ class Kind:
             if not isinstance(items, (list, tuple)):
                 raise UsageError(f"{name} is {value!r}; it must be a list")
             if len(items) != (self.count or len(items) or 1):
-                raise UsageError(f"{name} names {len(items)}; it must name {self.count or 'at least one'}")
+                raise UsageError(f"{name} has {len(items)} values; it must have {self.count or 'at least one'}")
             return tuple(dataclasses.replace(self, count=1).convert(name, v) for v in items)
         if self.choices:
             if value not in self.choices:

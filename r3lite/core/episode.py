@@ -170,7 +170,7 @@ class Step:
     @staticmethod
     def from_json(record: Record) -> "Step":
         if "query" in record and "searches" in record:
-            raise record.error("it has both 'query' and 'searches'")
+            raise record.error("has both 'query' and 'searches'")
         has_query = record.text("query", None, blank=True) is not None
         return Step(
             analysis=record.text("analysis", "", blank=True),

@@ -27,7 +27,7 @@ GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
 PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
-MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
+MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
 def shipped(*parts: str) -> Path:
@@ -111,7 +111,7 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
-        raise R3LiteError(f"{output} is a file, not a folder", "Name another --output.")
+        raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.")
     lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
     made = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
     try:
@@ -129,7 +129,7 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
 def _open_locked(lock: Path, output: str | Path) -> int:
     """A descriptor of the lock file, locked; the file holds this process's number."""
     while True:
-        with explained(OSError, f"{output} cannot be written", "Name another --output."):
+        with explained(OSError, f"{output} cannot be written", "Pass another output."):
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -138,10 +138,9 @@ def _open_locked(lock: Path, output: str | Path) -> int:
             holder = os.read(descriptor, 20).decode(errors="replace").strip()
             os.close(descriptor)
             pid = f" (pid {holder})" if holder else ""
-            cause = f"another process{pid} writes to {output}"
-            raise R3LiteError(cause, "Wait for it, or name another --output.") from None
+            raise R3LiteError(f"another process{pid} writes to {output}", "Wait, or pass another output.") from None
         except OSError as error:  # a file system without locks, such as some network drives
-            print(f"warning: {output} cannot be locked ({error}): see that nothing else writes there", file=sys.stderr)
+            print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
         try:
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 os.ftruncate(descriptor, 0)
@@ -152,7 +151,7 @@ def _open_locked(lock: Path, output: str | Path) -> int:
             os.close(descriptor)  # its owner removed it after we had opened it
         except OSError as error:
             _remove_open(lock, descriptor)
-            raise R3LiteError(f"{output} cannot be written: {error}", "Make room, or name another --output.") from error
+            raise R3LiteError(f"{output} cannot be written: {error}", "Free some disk space.") from error
 
 
 def _remove_open(lock: Path, descriptor: int) -> None:
@@ -198,7 +197,7 @@ def names_in(folder: Path) -> set[str]:
 def gguf_of(folder: Path) -> list[Path]:
     """The GGUF file that a model folder was made of, if it was."""
     pointer = folder / GGUF_POINTER
-    return [Path(read_record(pointer, "Remove the folder: it is made anew.").text("file"))] if pointer.exists() else []
+    return [Path(read_record(pointer, "Delete the folder.").text("file"))] if pointer.exists() else []
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -250,13 +249,13 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, know
     naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
     beside it shows that the writer made it (`known`): a user's own JSON may begin alike, and would be lost.
     """
-    remedy = "Name another --output, or move the file away."
+    remedy = "Pass another --output, or move the file away."
     records, torn = own_records(path, "id", is_ours, writer, remedy)
     if torn and not (records or known):
         raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
     if torn:
         os.truncate(path, path.stat().st_size - len(torn))
-        print(f"{path}: the last line is torn and was removed", file=sys.stderr)
+        print(f"{path}: removed the incomplete last line", file=sys.stderr)
     elif records:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)
@@ -279,7 +278,7 @@ def check_regular(path: str | Path, remedy: str) -> None:
     with explained((OSError, ValueError), f"{path} cannot be read", remedy):  # ValueError: a name that no file can have
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        kind = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
+        kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise R3LiteError(f"{path} is a {kind}, not a file", remedy)
 
 
@@ -323,7 +322,7 @@ def read_jsonl(
                 continue
             source = Source(f"{path}, line {number}", remedy)
             if len(line) == MAX_TEXT:  # what follows is not the next line
-                raise R3LiteError(f"{source.where}: it is longer than {MAX_TEXT >> 20} MiB", remedy)
+                raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy)
             try:
                 record = Record(within(source.where, remedy, line), source)
             except InvalidRecord as bad:

@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         host = re.sub(r":\d+$", "", self.headers.get("host") or LOOPBACK[0])
         is_ours = "origin" not in self.headers and (host in LOOPBACK or not self.server.on_loopback)
         if not is_ours:
-            self._say(403, {"error": "web pages are not answered"})
+            self._say(403, {"error": "requests from web pages are not allowed"})
         return is_ours
 
     def do_GET(self) -> None:
@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self._may_ask():
             return
         if not length.isdecimal() or len(length) > 9 or int(length) > largest:
-            self._say(413, {"error": f"a content-length is needed, of at most {largest >> 20} MiB"})
+            self._say(413, {"error": f"Content-Length is missing or larger than {largest >> 20} MiB"})
             return
         self._answer(self.rfile.read(int(length)))
 
@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         given = self.headers.get("authorization", "").encode("utf-8", "replace")
         if hmac.compare_digest(given, f"Bearer {token}".encode()):
             return True
-        self._say(401, {"error": "this server needs a token: Authorization: Bearer ..."})
+        self._say(401, {"error": "the token is missing or wrong: send Authorization: Bearer TOKEN"})
         return False
 
     def _answer(self, body: bytes | None) -> None:
@@ -111,7 +111,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, service: Service, host: str, port: int):
         self.service, self._answering = service, set()  # requests under way, by their sockets
-        with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
+        with explained(OSError, f"cannot listen on {host}:{port}", "Pass another --port."):
             super().__init__((host, port), Handler)
         self.on_loopback = self.server_address[0] in LOOPBACK
 

@@ -31,9 +31,9 @@ def check_texts(values: dict[str, Any], where: str = "") -> None:
     """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
     for name, value in ((name, x) for name, v in values.items() for x in (v if isinstance(v, list) else [v])):
         if value == "":
-            raise UsageError(f"{where}{flag(name)} is empty; is a shell variable unset? (none takes a setting back)")
+            raise UsageError(f"{where}{flag(name)} is empty; is a shell variable unset? (`none` unsets a setting)")
         if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-            raise UsageError(f"{where}{flag(name)} is {value!a}: it holds a NUL, or bytes that are not UTF-8")
+            raise UsageError(f"{where}{flag(name)} is {value!a}, which contains NUL or bytes that are not UTF-8")
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
@@ -65,7 +65,7 @@ def read_toml(path: Path, command: str, commands: tuple[str, ...], own: Collecti
     top = {key: value for key, value in loaded.items() if key not in tables}
     for table in tables:
         if table not in commands:
-            raise UsageError(f"{path}: no command is named {table!r}{nearest(table, commands)}")
+            raise UsageError(f"{path}: unknown table [{table}]{nearest(table, commands)}")
     for table, body in {"": top, **tables}.items():
         names, where = own if table == command else known, f" in [{table}]" if table else ""
         for key in body:
@@ -153,8 +153,7 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     preset = given.get("preset") or from_file.get("preset") or own["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
-        known = f"there are {', '.join(presets)}{nearest(str(preset), presets)}"
-        raise UsageError(f"no preset is named {preset!r}; {known}")
+        raise UsageError(f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}")
     from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
     if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
         from_preset = {k: v for k, v in from_preset.items() if not k.endswith("_prompt")}  # written for its own format

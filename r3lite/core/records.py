@@ -38,7 +38,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     made = dict(pairs)
     if len(made) != len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise InvalidRecord(f"the key {shown(twice)} is there twice in one object")
+        raise InvalidRecord(f"duplicate key {shown(twice)}")
     return made
 
 
@@ -59,7 +59,7 @@ def parse(text: str | bytes) -> Any:
     start = len(text) - len(text.lstrip(" \t\r\n"))
     value, end = parse_at(text, start)
     if text[end:].strip(" \t\r\n"):
-        raise InvalidRecord(f"not JSON: something follows its end at character {end}")
+        raise InvalidRecord(f"not JSON: extra data at character {end}")
     return value
 
 
@@ -78,7 +78,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     except InvalidRecord:
         raise
     except RecursionError:
-        raise InvalidRecord(f"it is nested more than {MAX_DEPTH} deep") from None
+        raise InvalidRecord(f"nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError as error:
         raise InvalidRecord(f"not JSON: {error}") from error
     except ValueError:  # Python's limit on the digits of a whole number
@@ -87,7 +87,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise InvalidRecord(f"it holds half of a surrogate pair ({error.object[error.start]!a})") from None
+            raise InvalidRecord(f"contains half of a surrogate pair ({error.object[error.start]!a})") from None
     return value, end
 
 

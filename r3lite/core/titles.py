@@ -3,7 +3,7 @@
 TITLES = {
     "em": "exact match",
     "f1": "F1",
-    "judge_accuracy": "judged right",
+    "judge_accuracy": "judged correct",
     "reasoning_accuracy": "reasoning acc.",
     "query_rationality": "query rationality",
     "format_adherence": "format adherence",

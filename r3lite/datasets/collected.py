@@ -50,7 +50,7 @@ class Tally:
         rows = [("questions", self.questions), ("trajectories kept", self.kept)]
         rows += [(f"rejected: {reason}", n) for reason, n in self.rejected.most_common()]
         rows.append(("mean steps", f"{self.steps / self.kept:.2f}" if self.kept else "-"))
-        rows.append(("gold paragraphs that the retriever found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
+        rows.append(("gold paragraphs found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
         rows += self.extra.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -76,7 +76,7 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     """
     if source == "gold":
         if output.exists() and output.stat().st_size:
-            raise R3LiteError(f"--output {output} is there and is not empty", "Name a new file, or remove it.")
+            raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
         return Earlier([], [])
 
     def is_kept(record: dict) -> bool:
@@ -94,13 +94,13 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
 
 def check_output(output: Path, config: Any) -> None:
     """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
-    remedy = "Name a new file that ends in .jsonl."
+    remedy = "Pass a new file that ends in .jsonl."
     inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
     inputs += [("--exclude", file) for file in config.data.exclude or ()]
-    with explained(OSError, f"--output {output} cannot be written", "Name another file."):
+    with explained(OSError, f"--output {output} cannot be written", "Pass another file."):
         for flag, given in inputs:
             if given and output.exists() and Path(given).exists() and output.samefile(given):
-                raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
+                raise R3LiteError(f"--output {output} is also the file of {flag}", remedy)
         if output.exists() and not output.is_file():
             raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
         check_writable(Path(os.path.realpath(output)).parent)

@@ -90,12 +90,12 @@ def from_glaive(row: Record, key: str) -> list[dict]:
     splits = [turns.split(row.text(key).strip()) for turns in GLAIVE_TURNS]
     before, *pieces = splits["ASSISTANT" not in splits[0]]
     if before or not pieces:
-        raise row.error(f"{key} does not open with USER:, ASSISTANT: or FUNCTION RESPONSE:")
+        raise row.error(f"{key} does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
     messages = []
     for heading, text in zip(pieces[::2], pieces[1::2], strict=True):
         text = text.strip().removesuffix(GLAIVE_END).strip()
         if GLAIVE_END in text:
-            raise row.error(f"{key} goes on within a line after {GLAIVE_END}, and other turns begin lines")
+            raise row.error(f"{key} has text after {GLAIVE_END} on the same line; turns must start on a new line")
         messages.append(turn(GLAIVE_ROLES[heading], f"{heading}: {text}" if heading == "FUNCTION RESPONSE" else text))
     return messages
 
@@ -110,7 +110,7 @@ def from_alpaca(row: Record) -> list[dict]:
     messages = []
     for pair in row.items("history", ()):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise row.wrong("history", "a list of pairs: what the user said, and the reply")
+            raise row.wrong("history", "a list of pairs of user message and reply")
         messages += [turn("user", pair[0]), turn("assistant", pair[1].strip())]
     asked, given = row.text("instruction"), row.text("input", "", blank=True)
     asked = f"{asked}\n\n{given}" if given.strip() else asked
@@ -132,7 +132,7 @@ def from_s1(row: Record) -> list[dict]:
     """`question`, `thinking_trajectories` (one) and `attempt`, as s1K's rows have them (arXiv 2501.19393)."""
     thoughts = row.texts("thinking_trajectories")
     if len(thoughts) != 1 or not thoughts[0].strip():
-        raise row.wrong("thinking_trajectories", "a list of one text: that which led to the attempt")
+        raise row.wrong("thinking_trajectories", "a list of one text")
     return [turn("user", row.text("question")), reply(thoughts[0], row.text("attempt"))]
 
 
@@ -142,14 +142,14 @@ def from_openr1(row: Record) -> list[dict]:
     generations = row.texts("generations")
     verdicts = {key: row.items(key) for key in OPENR1_VERDICTS if key in row}
     if wrong := next((key for key, flags in verdicts.items() if len(flags) != len(generations)), None):
-        raise row.wrong(wrong, f"a list of {len(generations)}, as there are generations")
+        raise row.wrong(wrong, f"a list of {len(generations)}, one for each generation")
     complete = verdicts.pop("is_reasoning_complete", [True] * len(generations))
     for i, generation in enumerate(generations):
         thought, _, answer = generation.partition(THOUGHT_END)
         is_right = not verdicts or any(flags[i] is True for flags in verdicts.values())
         if complete[i] is True and is_right and answer.strip():
             return [turn("user", row.text("problem")), reply(thought, answer)]
-    raise row.error("none of its generations is complete, right by its verdicts, and has an answer after </think>")
+    raise row.error("no generation is complete, correct by the verdicts, and has an answer after </think>")
 
 
 OPENR1_VERDICTS = ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
@@ -181,13 +181,13 @@ def _message(record: Record, role_key: str, role: str, key: str) -> dict:
     made = turn(role, text)
     if thought := record.text("reasoning_content", "", blank=True).strip():
         if text.lstrip().startswith(THINK) or not (calls or text.strip()):
-            raise record.error(f"{record.path}reasoning_content stands beside a {key} that is blank or has a thought")
+            raise record.error(f"{record.path}reasoning_content needs a {key} that is not blank and has no thought")
         made = reply(thought, text)
     weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
     known = (0, 1) if role == "assistant" else (0,)
     if any(weight not in known for weight in weights.values()) or len(set(weights.values())) > 1:
         given = " and ".join(f"{name} is {shown(weight)}" for name, weight in weights.items())
-        raise record.error(f"{given}: 0 and false keep a message from being trained on, 1 and true are the assistant's")
+        raise record.error(f"{given}: 0 and false exclude a message from training; 1 and true are for the assistant's")
     made |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
     made |= {"train": False} if 0 in weights.values() else {}
     return made | {name: record.text(name) for name in ("tool_call_id", "name") if name in record}
@@ -215,9 +215,8 @@ def _refuse_others(record: Record, known: Iterable[str]) -> None:
     """Raises InvalidRecord, which names it, if a record has a key with something in it that is not `known`."""
     for key, value in record.values.items():
         if key not in known and value not in (None, [], {}) and not (isinstance(value, str) and not value.strip()):
-            cause = f"{record.source.where}: {record.path}{key} is {shown(value)}, a key that is not known there"
-            remedy = f"Remove the key if nothing is to be learned from it; those known are {', '.join(known)}."
-            raise InvalidRecord(cause, remedy)
+            cause = f"{record.source.where}: {record.path}{key} is {shown(value)}, but the key is unknown here"
+            raise InvalidRecord(cause, f"Remove the key if it is not needed. Known keys: {', '.join(known)}.")
 
 
 def layout_of(row: Record, others: Iterable[str] = ()) -> tuple[str, ...] | None:
@@ -228,7 +227,7 @@ def layout_of(row: Record, others: Iterable[str] = ()) -> tuple[str, ...] | None
     found = [keys for keys in LAYOUTS if all(key in row for key in keys)]
     found = [keys for keys in found if not any(keys != one and set(keys) <= set(declared(one)) for one in found)]
     if len(both := [*found, *((key,) for key in others if key in row)]) > 1:
-        raise row.error(f"it has the keys of {' and of '.join(', '.join(keys) for keys in both)}: which is meant?")
+        raise row.error(f"the keys fit more than one layout: {'; '.join(', '.join(keys) for keys in both)}")
     return found[0] if found else None
 
 
@@ -244,16 +243,16 @@ def read_conversation(row: Record, id: str, keys: tuple[str, ...]) -> Conversati
     first = [m["content"] for m in messages[:1] if m["role"] == "system"]
     given = [row.text(key, "", blank=True).strip().removeprefix("SYSTEM:").strip() for key in SYSTEM]
     if len(systems := list(dict.fromkeys([*first, *filter(None, given)]))) > 1:
-        raise row.error(f"it has two system messages, {shown(systems[0])} and {shown(systems[1])}: which is meant?")
+        raise row.error(f"two different system messages, {shown(systems[0])} and {shown(systems[1])}")
     messages = [*(turn("system", text) for text in systems), *messages[len(first) :]]
     trained = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
     for number, message in enumerate(messages, 1):
         if message["role"] == "system" and number > 1:
-            raise row.error(f"message {number} is a system message; only the first may be one")
+            raise row.error(f"message {number} is a system message; only message 1 can be one")
         if message in trained and not (message["content"].strip() or "tool_calls" in message):
-            raise row.error(f"message {number} is an empty one of the assistant's: there is nothing to train on")
+            raise row.error(f"message {number}, of the assistant, is empty: nothing to train on")
     if not trained:
-        raise row.error("no assistant message, or none that is not of weight 0: there is nothing to train on")
+        raise row.error("no assistant message with a weight other than 0: nothing to train on")
     tools = _objects(row, "tools")
     for tool in tools:  # what a chat template calls it by
         tool.choice("type", ("function",), "function")

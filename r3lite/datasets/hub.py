@@ -25,7 +25,7 @@ NAMED = {
     "2wiki": ("xanhho/2WikiMultihopQA", "", "dev"),
     "musique": ("dgslibisey/MuSiQue", "musique_ans", "dev"),
 }
-NAME_DATA = f"Name a data file; {', '.join(NAMED)} with ,train or ,validation; or a hub string name,subset,split."
+NAME_DATA = f"Pass a file; {', '.join(NAMED)} with ,train or ,validation; or name,subset,split of a hub data set."
 
 
 def files_of(data: str) -> list[Path]:
@@ -39,8 +39,8 @@ def files_of(data: str) -> list[Path]:
     if parts := hub_string(data):
         return _download(*parts)
     if path.is_dir():
-        raise R3LiteError(f"--data {data} is a folder", "Name one file in it.")
-    raise R3LiteError(f"--data {data}: there is no such file", NAME_DATA)
+        raise R3LiteError(f"--data {data} is a folder", "Pass a file in it.")
+    raise R3LiteError(f"--data {data}: no such file", NAME_DATA)
 
 
 def hub_string(data: str) -> tuple[str, str, str] | None:
@@ -49,7 +49,7 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
     if name in NAMED and len(rest) < 2:
         (repository, subset, validation), split = NAMED[name], rest[0] if rest else "train"
         if split not in ("train", "validation", validation):
-            raise R3LiteError(f"{name} has no split {split!r} with answers", f"Name {name},train or {name},validation.")
+            raise R3LiteError(f"{name} has no split {split!r} with answers", f"Pass {name},train or {name},validation.")
         return repository, subset, "train" if split == "train" else validation
     return (name, *rest) if name and len(rest) == 2 and rest[1] else None
 
@@ -71,11 +71,11 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
         kind = {"repo_type": "dataset", "revision": info.sha, "etag_timeout": TIMEOUT}
         return [_checked(Path(hf_hub_download(name, file, **kind)), files[file]) for file in chosen]
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise R3LiteError(f"the hub has no data set {name!r} that can be read", "Check the name, or log in.") from error
+        raise R3LiteError(f"the hub has no readable data set {name!r}", "Check the name, or set HF_TOKEN.") from error
     except (OSError, client_error) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file to --data."
-        raise R3LiteError(f"the data set {name!r} cannot be fetched: {reason}", remedy) from error
+        remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file as --data."
+        raise R3LiteError(f"the data set {name!r} cannot be downloaded: {reason}", remedy) from error
 
 
 def _data_files(listed: list | None) -> dict[str, str | None]:
@@ -86,7 +86,7 @@ def _data_files(listed: list | None) -> dict[str, str | None]:
 
 def _checked(path: Path, kept: str | None) -> Path:
     if kept is not None and sha256(path) != kept:
-        raise R3LiteError(f"{path} is not the file that the hub has: its SHA-256 differs", f"Delete {path}.")
+        raise R3LiteError(f"{path} is damaged: its SHA-256 is not that of the hub", f"Delete {path}, and try again.")
     return path
 
 
@@ -125,11 +125,11 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
         same = [f for f in chosen if f.endswith(kind)]
         folders = sorted({str(PurePosixPath(f).parent) for f in same})
         if len(folders) > 1:
-            raise R3LiteError(f"{name} has {split!r} in several subsets: {', '.join(folders)}", "Name one of them.")
+            raise R3LiteError(f"{name} has several subsets: {', '.join(folders)}", f"Pass {name},SUBSET,{split}.")
         if same:
             return same
     there = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"
-    raise R3LiteError(f"{name} has no file for subset {subset!r} and split {split!r}", f"There is {there}.")
+    raise R3LiteError(f"{name} has no file for subset {subset!r} and split {split!r}", f"It has {there}.")
 
 
 def _names(path: str, word: str) -> bool:

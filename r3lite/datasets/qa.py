@@ -43,14 +43,14 @@ def read_with_rows(
         question = question_from_row(row, default_id)
         where = row.source.where
         if ids.setdefault(question.id, where) != where:
-            raise row.error(f"its id {question.id!r} is that of {ids[question.id]}, too")
+            raise row.error(f"duplicate id {question.id!r}, also in {ids[question.id]}")
         return make(question, row)
 
     questions = converted_rows(data, convert, limit, skip_bad_rows)
     if unanswerable:
-        print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
+        print(f"{data}: skipped {unanswerable} unanswerable questions", file=sys.stderr)
     if not questions:
-        raise R3LiteError(f"{data} holds no usable question", "Use HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.")
+        raise R3LiteError(f"{data} has no usable question", "Pass HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.")
     return questions
 
 
@@ -80,7 +80,7 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
             raise row.wrong(key, "text, a number or a list of them")
         texts.append(" ".join(str(answer).split()))
     if not any(texts):
-        raise row.error(f"it has no answer ({', '.join(map(repr, keys))})")
+        raise row.error(f"no answer ({', '.join(map(repr, keys))})")
     texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
     return tuple(dict.fromkeys(t for t in texts if t))
 
@@ -97,7 +97,7 @@ def _musique(row: Record, id: str) -> Question:
     for paragraph in row.records("paragraphs"):
         index = paragraph.whole("idx")
         if index in documents:
-            raise row.error(f"two paragraphs have the idx {index}")
+            raise row.error(f"duplicate idx {index} in paragraphs")
         title, text = paragraph.text("title", blank=True), paragraph.text("paragraph_text", blank=True)
         documents[index] = Document(f"{id}/{index}", title, text)
         gold += [documents[index]] * paragraph.flag("is_supporting", False)
@@ -105,7 +105,7 @@ def _musique(row: Record, id: str) -> Question:
     for hop in row.records("question_decomposition"):
         support = hop.whole("paragraph_support_idx", None)
         if support is not None and support not in documents:
-            raise row.error(f"a hop is supported by paragraph {support}, which is not there")
+            raise row.error(f"paragraph_support_idx is {support}, but no paragraph has that idx")
         document = documents[support] if support is not None else None
         asked, answer = hops.natural(hop.text("question")), " ".join(_spoken(hop, "answer").split())
         found.append(hops.from_paragraph(asked, answer, document))
@@ -125,7 +125,7 @@ def _hotpot(row: Record, id: str) -> Question:
     context = _pairs(row, "context", "title", "sentences")
     for title, sentences in context:
         if not isinstance(title, str) or not isinstance(sentences, list):
-            raise row.error("context is not a list of titles with their lists of sentences")
+            raise row.error("context is not a list of pairs: title, list of sentences")
         if not all(isinstance(sentence, str) for sentence in sentences):
             raise row.error("a sentence in context is not text")
     # HotpotQA's sentences begin with a space, 2WikiMultiHopQA's do not.
@@ -133,7 +133,7 @@ def _hotpot(row: Record, id: str) -> Question:
     supporting: dict[str, list[int]] = {}
     for title, sentence in _pairs(row, "supporting_facts", "title", "sent_id"):
         if not isinstance(title, str) or type(sentence) is not int or not 0 <= sentence <= WHOLE:
-            raise row.error("supporting_facts is not a list of titles with the number of a sentence")
+            raise row.error("supporting_facts is not a list of pairs: title, sentence number")
         supporting.setdefault(title, []).append(sentence)
     texts = [("" if spaced else " ").join(sentences) for _, sentences in context]
     documents = [Document(f"{id}/{i}", title, text) for i, ((title, _), text) in enumerate(zip(context, texts))]
@@ -148,7 +148,7 @@ def _hotpot(row: Record, id: str) -> Question:
     question = Question(id, asked, answers, tuple(documents), tuple(gold), gold_by="title", type=kind)
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
-        raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
+        raise row.error("evidences is not a list of triples: subject, relation, object")
     evidences = [[" ".join(str(part).split()) for part in evidence] for evidence in evidences]
     found = hops.from_evidences(question, evidences, sentences_of) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
@@ -160,7 +160,7 @@ def _pairs(row: Record, key: str, *columns: str) -> list[list]:
     if isinstance(value, dict):
         lists = [value.get(column) for column in columns]
         if not all(isinstance(column, list) and len(column) == len(lists[0] or []) for column in lists):
-            raise row.error(f"the columns of {key} are not lists of one length: {', '.join(columns)}")
+            raise row.error(f"the columns of {key} are not lists of equal length: {', '.join(columns)}")
         return [list(entry) for entry in zip(*lists, strict=True)]
     if not isinstance(value, list) or not all(isinstance(v, list) and len(v) == len(columns) for v in value):
         raise row.error(f"{key} is not a list of lists of {len(columns)}: {', '.join(columns)}")

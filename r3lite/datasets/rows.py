@@ -15,7 +15,7 @@ from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
 
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
-MEND = "Mend or remove the row, or pass --skip-bad-rows."
+MEND = "Fix or remove the row, or pass --skip-bad-rows."
 
 Item = TypeVar("Item")
 
@@ -48,9 +48,9 @@ def converted_rows(
         if len(kept) == limit:
             break
     if bad:
-        print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
+        print(f"{data}: skipped {len(bad)} bad rows; the first: {bad[0].cause}", file=sys.stderr)
     if needed and not kept:
-        raise R3LiteError(f"{data} holds no usable {needed}", remedy)
+        raise R3LiteError(f"{data} has no usable {needed}", remedy)
     return kept
 
 
@@ -71,21 +71,21 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """The elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
-    with explained((OSError, UnicodeDecodeError), f"{path} cannot be read", "Name a UTF-8 JSON file."):
+    with explained((OSError, UnicodeDecodeError), f"{path} cannot be read", "Pass a UTF-8 JSON file."):
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
     number, at = 0, SPACE.match(text, text.index("[") + 1).end()
     while text[at : at + 1] != "]":
         number += 1
         where = f"{path}, row {number}"
         if at >= len(text):
-            raise R3LiteError(f"{path} ends inside row {number}: the closing ] is missing", "Get the file again.")
+            raise R3LiteError(f"{path} ends in row {number}, without the closing ]", "Download the file again.")
         try:
             value, end = parse_at(text, at)
             problem = None if isinstance(value, dict) else "not a JSON object"
         except InvalidRecord as error:
             problem, end = error.cause, end_of(text, at)
             if end is None:
-                raise R3LiteError(f"{where}: {problem}", "The file is damaged; get it again.") from error
+                raise R3LiteError(f"{where}: {problem}", "Fix the row, or download the file again.") from error
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
@@ -94,16 +94,16 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         if text[at : at + 1] == ",":
             at = SPACE.match(text, at + 1).end()
         elif at < len(text) and text[at] != "]":
-            raise R3LiteError(f"{where}: no comma follows it", "The file is damaged from here on; get it again.")
+            raise R3LiteError(f"{where}: a comma is missing after it", "Fix the file, or download it again.")
     if text[at + 1 :].strip():
-        raise R3LiteError(f"{path}: something follows the end of its array", "A file holds one array.")
+        raise R3LiteError(f"{path}: extra data after the end of the array", "A file must contain one array.")
 
 
 def _parquet_rows(path: Path) -> Iterator[Record]:
     """The rows of a parquet file."""
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
-    kinds, damaged = (pyarrow.ArrowException, OSError), "The file is damaged; get it again."
+    kinds, damaged = (pyarrow.ArrowException, OSError), "Download the file again."
     with explained(kinds, f"{path} cannot be read as parquet", damaged):
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):

@@ -48,7 +48,7 @@ class Harvest:
         whole = [record for record in earlier.kept if str(record["id"]) in rejected]
         if len(whole) < len(earlier.kept):
             write_jsonl(output, whole)
-        source = Source(str(output), "Name another --output.")
+        source = Source(str(output), "Pass another --output.")
         kept = [row_from_json(Record(record, source), protocol) for record in whole]
         return Harvest(output, {q.id: q for q in questions}, kept, rejected)
 
@@ -71,7 +71,7 @@ class Harvest:
                 groups = {q.id: episodes[i * n : (i + 1) * n] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
-                    raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", "Mend that, and run it again.")
+                    raise R3LiteError(f"the retriever failed: {failures[block[0].id]}", "Fix that, and run it again.")
                 self.failed += failures.values()
                 whole = [id for id in groups if id not in failures]
                 self._add({id: chosen(groups[id], protocol, config.collect, retrieves) for id in whole})
@@ -96,7 +96,7 @@ class Harvest:
             tally.keep_retrieved(self.questions[row.id], row.steps)
         for question in done:
             tally.rejected.update(self.rejected[question.id])
-        tally.rejected.update(["the retriever failed, asked again next time"] * len(self.failed))
+        tally.rejected.update(["the retriever failed (will be retried)"] * len(self.failed))
         for hops in sorted({q.hop_count for q in done}):
             kept = [of_id[q.id] for q in done if q.hop_count == hops]
             some = sum(map(bool, kept))
@@ -117,7 +117,7 @@ def chosen(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSet
         if reason := fault(episode, protocol, settings.min_f1, retrieves):
             reasons[reason] += 1
         elif way in kept:
-            reasons["asks what a shorter one asks"] += 1
+            reasons["same queries as a shorter one"] += 1
         elif len(kept) == settings.keep:
             reasons[f"more than --keep {settings.keep}"] += 1
         else:

@@ -32,12 +32,12 @@ CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
     """The sources; none if there is --data alone. Raises UsageError for both."""
     if data.data and mixture.sources:
-        raise UsageError("--data and [[sources]] are both given: leave one out (--sources none takes a file's back)")
+        raise UsageError("--data and [[sources]] are both given: pass one (--sources none unsets those of a file)")
     return mixture.sources or ()
 
 
 def has_steps(entry: SourceEntry) -> bool:
-    """Whether a source is of questions that are answered in steps, as far as its type tells."""
+    """Whether a source is of questions that are answered in steps, by its type."""
     return entry.get("type", "qa") == "qa"
 
 
@@ -86,18 +86,18 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Ex
     kind = entry.get("type")  # without one, any row is taken
 
     def convert(row: Record, id: str) -> Example:
-        problem = "it is a trajectory"
+        problem = "a trajectory"
         if has_steps(entry) or "steps" not in row:
             made = row_from_json(row, protocol, id)
             if kind == "qa" and isinstance(made, Conversation):
-                problem = "it is a conversation"
+                problem = "a conversation"
             elif kind == "r1" and not any(
                 "</think>" in m["content"] for m in made.messages if m["role"] == "assistant"
             ):
-                problem = "the assistant does not think between <think> and </think>"
+                problem = "no assistant message with a thought that ends with </think>"
             else:
                 return made
-        raise row.error(f"{problem}, and the type of the source is {kind}")
+        raise row.error(f"{problem}, but the type of the source is {kind}")
 
     return _converted(entry, data, convert)
 
@@ -105,8 +105,8 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Ex
 def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     """The rows of all sources in tokens, source after source; prints how many of each are left out."""
     if empty := [name for name, some in rows.items() if not some]:
-        cause = f"the source {empty[0]} has nothing left to train on: its rows are held out for validation"
-        raise R3LiteError(cause, "Lower --validation-fraction or --validation-rows, or leave the source out.")
+        cause = f"the source {empty[0]} has no rows left to train on: all are held out for validation"
+        raise R3LiteError(cause, "Lower --validation-fraction or --validation-rows, or remove the source.")
     return [
         replace(row, source=name)
         for name, some in rows.items()
@@ -130,7 +130,7 @@ def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> lis
         name = entry["name"]
         some = without(_questions(entry, data), data.exclude, data.skip_bad_rows)
         if twice := [id for id, times in Counter(q.id for q in some).items() if times > 1]:
-            raise R3LiteError(f"the source {name}: two rows have the id {twice[0]!r}", "Give each an id of its own.")
+            raise R3LiteError(f"the source {name}: duplicate id {twice[0]!r}", "Make the ids unique.")
         found += [replace(question, id=f"{name}/{question.id}", source=name) for question in some]
     return found
 
@@ -155,11 +155,11 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     if asks and asks[0] in row:
         return Question(id, row.text(asks[0]), plain_answers(row, *asks[1:]), type=kind)
     if not keys:
-        raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
+        raise row.error(f"has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
     conversation = read_conversation(row, id, keys)
     messages = conversation.messages
     if conversation.has_tools:
-        raise row.error("it has tools, which only SFT takes")
+        raise row.error("has tools, which only sft supports")
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train", True)]
     if kind == "function_calling":
         replies = [i for i in replies if messages[i]["content"].lstrip().startswith(CALL)][:1]
@@ -167,20 +167,20 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
             raise row.error(f"no message of the assistant calls a function ({CALL})")
     *earlier, reply = messages[: replies[-1] + 1]
     if not earlier or earlier[-1]["role"] != "user":
-        raise row.error("the reply that is asked for does not follow a user's message")
+        raise row.error("the reply to learn does not follow a user message")
     *earlier, asked = earlier
     answer = reply["content"]
     if kind == "r1":
         _, thought, answer = answer.rpartition("</think>")
         if not thought or not answer.strip():
-            raise row.error("the reply that is asked for has no answer after a thought that ends with </think>")
+            raise row.error("the reply to learn has no answer after </think>")
     return Question(id, asked["content"], (answer.strip(),), type=kind, earlier=tuple(earlier))
 
 
 def _converted(entry: SourceEntry, data: DataSettings, convert: Callable[[Record, str], Item]) -> list[Item]:
     """The rows of a source's file as `convert` makes them of each and of the id it has if it names none."""
     with _named(entry):
-        needed = "row", "Name another file, or leave the source out."
+        needed = "row", "Pass another file, or remove the source."
         return converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows, *needed)
 
 
@@ -190,15 +190,14 @@ def _named(entry: SourceEntry) -> Iterator[None]:
     try:
         yield
     except R3LiteError as error:
-        cause = error.cause.removeprefix("--data ")
-        raise R3LiteError(f"the source {entry['name']}: {cause}", error.remedy) from error
+        raise R3LiteError(f"the source {entry['name']}: {error.cause.removeprefix('--data ')}", error.remedy) from error
 
 
 def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:
     """The sources with their shares of the draws and `counts` of their rows, for --dry-run; nothing without any."""
     entries = mixture.sources or ()
     total, width = sum(entry["weight"] for entry in entries), max((len(entry["name"]) for entry in entries), default=0)
-    lines = ["Sources, with their shares of what is drawn"] if entries else []
+    lines = ["Sources: share of the samples, type, format and rows"] if entries else []
     for entry in entries:
         name, steps = entry["name"], entry.get("format", settings.format) if has_steps(entry) else "chat"
         share, kind = entry["weight"] / total, entry.get("type", "any")

@@ -31,16 +31,16 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     stream = random.Random(seed)
     own = rows_of(data.data, data)
     pool = own if other is None else rows_of(other, data)
-    chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
+    chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size together are")
     set_apart, of_dev = set(chosen), set(stream.sample(range(len(chosen)), sizes.dev_size))
     dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
     test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
     left = [question for question in own if question not in set_apart]
     if other is not None and len(left) < len(own):
-        print(f"{len(own) - len(left)} questions of --data are held out, and not trained on", file=sys.stderr)
-    train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size wants")
+        print(f"{len(own) - len(left)} questions of --data are held out of train.jsonl", file=sys.stderr)
+    train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size is")
     if not train:
-        raise R3LiteError("no question is left to train on", "Ask for fewer with --dev-size and --test-size.")
+        raise R3LiteError("no question is left for train.jsonl", "Lower --dev-size or --test-size.")
     return {"train": [own[question] for question in train], "dev": dev, "test": test}
 
 
@@ -60,7 +60,7 @@ def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
 def sampled(stream: random.Random, questions: list[str], count: int, asked: str) -> list[str]:
     """So many of the questions, in their order; `asked` begins the error if there are fewer."""
     if count > len(questions):
-        raise R3LiteError(f"{asked} {count:,} questions, and there are {len(questions):,}", "Ask for fewer.")
+        raise R3LiteError(f"{asked} {count:,}, but there are only {len(questions):,} questions", "Pass a smaller size.")
     return [questions[i] for i in sorted(stream.sample(range(len(questions)), count))]
 
 
@@ -85,8 +85,8 @@ def without(questions: list[Question], files: Iterable[str] | None, skip_bad_row
     others = [q for q in questions if q.id not in known_ids]
     left = [q for q in others if normalize(q.text) not in texts]
     by_id, by_text = len(questions) - len(others), len(others) - len(left)
-    message = f"--exclude: {by_id + by_text} of {len(questions)} questions left out ({by_id} by id, {by_text} by text)"
+    message = f"--exclude: left out {by_id + by_text} of {len(questions)} questions ({by_id} by id, {by_text} by text)"
     print(message, file=sys.stderr)
     if not left:
-        raise R3LiteError("every question of the data is in the files of --exclude", "Name other questions.")
+        raise R3LiteError("--exclude leaves no question", "Pass other questions or fewer files to --exclude.")
     return left

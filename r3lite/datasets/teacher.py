@@ -63,7 +63,7 @@ class Teacher:
         waiting = [q for q in questions if not any(q.id in known for known in before.values())]
         if len(waiting) < len(questions):
             counts = {name: sum(q.id in known for q in questions) for name, known in before.items()}
-            tally.extra |= {f"{name} by earlier runs": count for name, count in counts.items()}
+            tally.extra |= {f"{name} in earlier runs": count for name, count in counts.items()}
         bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
@@ -79,14 +79,14 @@ class Teacher:
                 tally.keep_retrieved(this.question, this.steps)
             tally.rejected.update(t.failure for t in wrong)
             missing = [t.missing for t in last.values() if t.missing]
-            tally.rejected.update(f"no reply ({m.partition(':')[0]}), asked again next time" for m in missing)
+            tally.rejected.update(f"no reply ({m.partition(':')[0]}), will be retried" for m in missing)
             bar.update(len(block))
             if capped := next((m for m in missing if m.startswith("capped")), None):
                 tally.extra["stopped"] = capped.partition(": ")[2]
                 tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
                 break
             if len(missing) == len(last):
-                raise R3LiteError(f"the teacher does not reply: {missing[0]}", "Run the same command again to go on.")
+                raise R3LiteError(f"the teacher does not reply: {missing[0]}", "Run the command again to continue.")
         bar.close()
         counts = self.client.counts()
         tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}

@@ -21,8 +21,8 @@ from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 PART = 64  # rows of a part file
 MANIFEST = "manifest.json"
 TOKEN_BYTES = 8  # of a token of a distribution: its id and its log-probability
-GO_ON = "Run the `collect --teacher-logprobs` that wrote it again: it goes on where it was stopped."
-ANOTHER = "Name another --teacher-logprobs, or remove the folder."
+GO_ON = "Run the same `collect --teacher-logprobs` again; it continues from here."
+ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def parts_done(folder: Path, origin: Origin) -> int:
         _check_part(part_of(folder, done), origin, ANOTHER)
         done += 1
     if other := names - {part_of(folder, n).name for n in range(done)} - {MANIFEST}:
-        raise R3LiteError(f"{folder} holds {min(other)}, which is not of a cache of log-probabilities", ANOTHER)
+        raise R3LiteError(f"{folder} is not a cache of log-probabilities: it holds {min(other)}", ANOTHER)
     return done
 
 
@@ -64,7 +64,7 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
         kept = file.metadata() or {}
     for name, value in asdict(origin).items():
         if kept.get(name) != value:
-            raise R3LiteError(f"{path} was made with another {name}: {kept.get(name)}, and here is {value}", ANOTHER)
+            raise R3LiteError(f"{path} was made with another {name}: {kept.get(name)}, not {value}", ANOTHER)
 
 
 def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
@@ -82,7 +82,7 @@ def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
 
 def _manifest(folder: Path) -> tuple[Record, Origin]:
     if not (folder / MANIFEST).is_file():
-        raise R3LiteError(f"{folder} is no complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
+        raise R3LiteError(f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
     record = read_record(folder / MANIFEST, ANOTHER)
     return record, Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
 
@@ -101,7 +101,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     record, origin = _manifest(folder)
     if origin.tokenizer != tokenizer:
         cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
-        raise R3LiteError(cause, "Choose a teacher of the policy's family: both must have the same tokens.")
+        raise R3LiteError(cause, "Use a teacher of the policy's model family: both need the same tokenizer.")
     found: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for number in range(-(-len(questions) // PART)):
@@ -111,7 +111,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
             found.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
     if size > longest:
-        raise R3LiteError(f"{folder} has a row of {size} tokens, and --max-length is {longest}", "Pass a larger one.")
+        raise R3LiteError(f"{folder} has a row of {size} tokens, but --max-length is {longest}", "Raise --max-length.")
     return found
 
 

@@ -89,10 +89,10 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
         return _trajectory(row, id, protocol)
     traces = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.asks}  # by the keys of their thoughts
     if not (keys := next((traces[key] for key in traces if key in row), None)):
-        raise row.error(f"it has neither 'steps' (a trajectory) nor {', '.join(map(repr, traces))} (a thought)")
+        raise row.error(f"has neither 'steps' (a trajectory) nor {', '.join(map(repr, traces))} (a thought)")
     *system, asked, reply = (message["content"] for message in read_conversation(row, id, keys).messages)
     if system:
-        raise row.error("it has a system message, and a trace is opened by --format")
+        raise row.error("has a system message, but traces use the prompt of --format")
     step = _stripped(replace(ThinkingChat().parse(reply, ()), faults=()))
     if problem := check_steps((step,), protocol):
         raise row.error(problem)
@@ -106,8 +106,8 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Exam
         return read_conversation(row, id, keys)
     if "steps" in row:
         return _trajectory(row, id, protocol)
-    hint = "; a question file becomes trajectories by `python -m r3lite.collect`" if "question" in row else ""
-    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({KNOWN_LAYOUTS}){hint}")
+    hint = "; to make trajectories of questions, run `python -m r3lite.collect`" if "question" in row else ""
+    raise row.error(f"has neither 'steps' (a trajectory) nor the keys of a conversation ({KNOWN_LAYOUTS}){hint}")
 
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
@@ -128,10 +128,10 @@ def _stripped(step: Step) -> Step:
 def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     """Why steps cannot be trained on, or None: each must survive rendering and parsing, the last must answer."""
     if not steps:
-        return "it has no steps"
+        return "no steps"
     for number, step in enumerate(steps, 1):
         if step.searches and not protocol.searches:
-            return f"step {number} asks for documents, and --format names a format without search"
+            return f"step {number} has a query, but --format is a format without search"
         written = protocol.render(step, number)
         parsed = protocol.parse(written, steps[: number - 1])
         faults = step.faults or parsed.faults
@@ -141,10 +141,10 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
             return f"step {number} {protocol.faults.get(faults[0], faults[0])}"
         # A step of another format may gain what this one writes besides, such as a plan of its queries.
         if (parsed.queries, protocol.render(parsed, number)) != (step.queries, written):
-            return f"step {number} reads differently once it is written down and parsed"
+            return f"step {number} changes when it is written in --format and parsed"
         if number < len(steps) and step.answer is not None:
-            return f"step {number} answers, but steps follow it"
-    return None if steps[-1].answer is not None else "its last step does not answer"
+            return f"step {number} answers, but is not the last"
+    return None if steps[-1].answer is not None else "the last step does not answer"
 
 
 def encode_row(row: Example, layout: Layout) -> Row | None:
@@ -182,9 +182,9 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
     if shortened:
         print(f"{where}{shortened} of {len(rows)} rows fit only with shorter documents", file=sys.stderr)
     if skipped:
-        print(f"{where}{skipped} of {len(rows)} rows are longer than {max_length} tokens: left out", file=sys.stderr)
+        print(f"{where}left out {skipped} of {len(rows)} rows, longer than {max_length} tokens", file=sys.stderr)
     if not kept:
-        raise R3LiteError(f"{where}no row fits into {max_length} tokens", "Raise --max-length.")
+        raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.")
     assert all(any(row.loss_mask) for row in kept)
     return kept
 

@@ -33,10 +33,10 @@ class Speeds:
     flops: dict[str, float]  # operations of large matrix products by dtype, those that it has
     launch: float  # seconds that one kernel costs, however small, launched among many
     source: str
-    memory: int | None = None  # bytes; None: not told
+    memory: int | None = None  # bytes; None: not known
     # The same by the dtype of the weights, where it was measured: a CPU reads fewer bytes of bf16 in a second.
     reads: dict[str, float] = field(default_factory=dict)
-    link: float | None = None  # bytes that are copied from the host's pinned memory to the card; None: not told
+    link: float | None = None  # bytes that are copied from the host's pinned memory to the card; None: not known
 
 
 # Bytes a second and direction of PCI Express, after its encoding (https://hpc-notes.pages.dev/reference/pcie). The

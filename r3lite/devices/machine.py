@@ -66,16 +66,16 @@ def lines(found: dict[str, Any]) -> dict[str, str]:
         "device": f"{found['device']}, default precision {found['default_dtype']}",
     }
     if card := found["card"]:
-        pinned = "can be pinned" if card["pins_memory"] else "cannot be pinned: offloading is slower"
-        shown["card"] = f"{card['name']}, compute capability {card['capability']}"
-        shown["card's memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; the host's {pinned}"
+        pinned = "can be pinned" if card["pins_memory"] else "cannot be pinned, so offloading is slower"
+        shown["GPU"] = f"{card['name']}, compute capability {card['capability']}"
+        shown["GPU memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; host memory {pinned}"
         shown["driver"] = _driver(card["told"])
     return shown
 
 
 def _driver(told: dict[str, str]) -> str:
     if not told:
-        return "nvidia-smi is not here or says nothing"
+        return "unknown: nvidia-smi is missing or failed"
     parts = [told.get("driver", "version unknown")]
     for name, form in {"power_state": "{}", "watts": "{} W", "clock_mhz": "{} MHz", "celsius": "{} C"}.items():
         if name in told:

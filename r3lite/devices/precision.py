@@ -38,7 +38,7 @@ def resolve_device(device: str) -> torch.device:
         if device == "cpu":
             _warn_of_unused_card()
     if not found[device]:
-        cause = f"--device {device} was asked for, but this PyTorch ({torch.__version__}) finds none"
+        cause = f"--device is {device}, but this PyTorch ({torch.__version__}) finds no such device"
         raise R3LiteError(cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}")
     if device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -53,10 +53,9 @@ def has_nvidia_card() -> bool:
 def _warn_of_unused_card() -> None:
     """Warns if there is an NVIDIA card that this PyTorch cannot use: on Windows pip installs a build for the CPU."""
     if has_nvidia_card() and torch.version.cuda is None:
-        cause = f"warning: there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA"
-        remedy = f"Install a CUDA build with the command that {BUILDS} gives for your system"
-        without = "or pass --device cpu to be rid of this warning."
-        print(f"{cause}, so the CPU is used.\n  {remedy}, {without}", file=sys.stderr)
+        cause = f"warning: there is an NVIDIA GPU, but this PyTorch ({torch.__version__}) was built without CUDA"
+        remedy = f"Install a CUDA build (see {BUILDS}), or pass --device cpu to silence this warning."
+        print(f"{cause}, so the CPU is used.\n  {remedy}", file=sys.stderr)
 
 
 def _cpu_has_bf16() -> bool:
@@ -124,7 +123,7 @@ class Precision:
         finite = abs(norm) != float("inf") and norm == norm
         if self.scaler is None and not finite:
             optimizer.zero_grad(set_to_none=True)
-            remedy = "Lower --learning-rate, or look for broken rows in --data; the newest checkpoint is from before."
+            remedy = "Lower --learning-rate, or look for broken rows in --data; the latest checkpoint is not affected."
             raise NonFiniteGradients(f"the gradients are not finite (norm {norm}); nothing was updated", remedy)
         self.changed_weights = True
         if finite:
@@ -140,7 +139,7 @@ class Precision:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             cause = f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale"
-            raise NonFiniteGradients(cause, "Pass --dtype bf16 where the card has it, else --dtype fp32.")
+            raise NonFiniteGradients(cause, "Pass --dtype bf16 if the GPU supports it, else --dtype fp32.")
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, as JSON values."""
@@ -154,13 +153,12 @@ class Precision:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
-        saved = Record(state, Source("the checkpoint's precision", "Name another checkpoint."))
+        saved = Record(state, Source("the checkpoint's precision", "Pass another checkpoint."))
         for what in ("dtype", "device"):
             here = self.state_dict()[what]
             if saved.text(what) != here:
-                cause = f"the checkpoint is of a run in {what} {saved.text(what)}, and this one is in {here}"
-                remedy = f"Pass the --{what} of the first run, or start anew from its adapter with --adapter."
-                raise R3LiteError(cause, remedy)
+                cause = f"the checkpoint has {what} {saved.text(what)}, but this run has {here}"
+                raise R3LiteError(cause, f"Pass the first run's --{what}, or start a new run with --adapter.")
         self.skipped, self.skipped_in_a_row = saved.whole("skipped"), saved.whole("skipped_in_a_row")
         if self.scaler is not None:
             scaler = saved.record("scaler")

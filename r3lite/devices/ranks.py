@@ -30,7 +30,7 @@ SILENCE = 18  # beats without one, after which a rank counts as dead; the first 
 GRACE = 8  # seconds in which a rank saves and ends when another one is gone; then it is ended
 ALIVE, OVER, GONE = "alive", "over", "gone"
 LATER = timedelta(days=30)  # a rank may wait long for another's rollouts: who is dead, the signs of life tell
-GO_ON = "Its own message tells more; without one it was killed, or its machine is gone. Go on with --resume auto."
+GO_ON = "See its own message; without one, it was killed or its machine is down. Continue with --resume auto."
 
 
 class RankLost(R3LiteError):
@@ -94,8 +94,8 @@ class Ranks:
             if other.get(name) != value
         ]
         if wrong:
-            remedy = "Start torchrun with the same arguments, the same r3lite and the same files on all machines."
-            raise R3LiteError(f"the processes of this run do not agree on {'; '.join(wrong)}", remedy)
+            remedy = "Start torchrun with the same arguments, r3lite version and files on all machines."
+            raise R3LiteError(f"the processes of this run differ in {'; '.join(wrong)}", remedy)
 
 
 ALONE = Ranks()
@@ -120,7 +120,7 @@ class Group(Ranks):
         self.store, own = (dist.PrefixStore(start, next(dist.rendezvous("env://"))[0]) for _ in range(2))
         self._keys = [f"rank {rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        with explained(RuntimeError, "the processes of this run do not reach each other", GO_ON):
+        with explained(RuntimeError, "the processes of this run cannot connect to each other", GO_ON):
             dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -188,14 +188,14 @@ class Group(Ranks):
                 self.store.set(self._keys[self.rank], f"{ALIVE} {count}")
                 signs = [sign.decode() for sign in self.store.multi_get(self._keys)]
             except RuntimeError:
-                self.lost = "" if self._ending.is_set() else "the process that connects the others has ended"
+                self.lost = "" if self._ending.is_set() else "rank 0, which connects the others, has ended"
                 signs = []
             for rank, sign in enumerate(signs):
                 silent[rank] = silent[rank] + 1 if sign == seen[rank] and sign != OVER else 0
                 if sign.startswith(GONE):
                     self.lost = f"rank {rank} has ended: {sign[len(GONE) :].strip()}"
                 elif silent[rank] > SILENCE and self.stepping:
-                    self.lost = f"rank {rank} has given no sign of life for {SILENCE * BEAT:.0f} s"
+                    self.lost = f"rank {rank} has not responded for {SILENCE * BEAT:.0f} s"
             seen = signs
         if self.lost:
             _end_within(GRACE)
@@ -235,7 +235,7 @@ def joined(world: World, device: str, facts: dict[str, Any]) -> Iterator[Ranks]:
 def _take_card(local_rank: int) -> None:
     """Makes `cuda` mean the card of this rank."""
     if local_rank >= (count := torch.cuda.device_count()):
-        cause = f"torchrun has started process {local_rank + 1} on this machine, and PyTorch finds {count} CUDA cards"
+        cause = f"torchrun has started process {local_rank + 1} on this machine, but PyTorch finds {count} CUDA GPUs"
         raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.")
     torch.cuda.set_device(local_rank)
 

@@ -53,7 +53,7 @@ def speeds_of(device: torch.device, product: Product) -> Speeds | None:
     try:
         found = measure(device, product)
     except Exception as error:  # of any kind: a run goes on without a prediction
-        print(f"warning: how fast this device is cannot be measured: {error!r:.200}", file=sys.stderr)
+        print(f"warning: cannot measure the speed of this device: {error!r:.200}", file=sys.stderr)
         return None
     finally:
         if device.type == "cuda":  # the run finds its card as it was
@@ -61,9 +61,9 @@ def speeds_of(device: torch.device, product: Product) -> Speeds | None:
             torch.cuda.reset_peak_memory_stats()
     took = time.perf_counter() - start
     found = replace(found, source=BESIDE_OTHERS) if busy else found
-    message = "kept " + ("until other programs rest" if busy else "(python -m r3lite.doctor measures it again)")
-    message = f"not kept: {why}" if (why := cards.keep(found)) else message
-    print(f"the speed of this device was measured in {took:.1f} s and is {message}", file=sys.stderr)
+    message = "saved " + ("until other programs are idle" if busy else "(python -m r3lite.doctor measures it again)")
+    message = f"not saved: {why}" if (why := cards.keep(found)) else message
+    print(f"measured the speed of this device in {took:.1f} s; {message}", file=sys.stderr)
     return found
 
 
@@ -113,8 +113,8 @@ def warn_of_slow_fp16(precision: Precision) -> None:
     dtypes = torch.float16, torch.float32
     fast, slow = (_product_seconds(device, dtype, EDGE, 1, torch.matmul) for dtype in dtypes)
     if fast > slow:
-        found = f"this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the memory"
-        print(f"warning: {found}; where the run fits, --dtype fp32 is faster.", file=sys.stderr)
+        found = f"this GPU multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 halves the memory"
+        print(f"warning: {found}; if the run fits in memory, --dtype fp32 is faster.", file=sys.stderr)
 
 
 def launch_seconds(device: torch.device) -> float:

@@ -19,8 +19,8 @@ UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES
 def check_output(config: Any, output: Path) -> None:
     """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
     if (output / SCORES).exists():
-        remedy = f"Name another folder, such as {output / 'evaluation'}."
-        raise R3LiteError(f"--output {output} holds an evaluation already", remedy)
+        remedy = f"Pass another folder, such as {output / 'evaluation'}."
+        raise R3LiteError(f"--output {output} already has an evaluation", remedy)
     command.check_output(output, "evaluate", config, UNFINISHED)
 
 
@@ -35,7 +35,7 @@ def compare_predictions(a: str, b: str, seed: int, folder: str | None) -> None:
         output = Path(folder)
         with sole_writer(output):
             if names_in(output):
-                raise R3LiteError(f"--output {output} is not an empty folder", "Name another folder.")
+                raise R3LiteError(f"--output {output} is not an empty folder", "Pass another folder.")
             write_json(output / COMPARISON, found)
         print(f"written to {output / COMPARISON}")
 
@@ -50,13 +50,13 @@ def read_predictions(path: str) -> dict[str, tuple[str, Marks]]:
     """Question and marks of each line of a predictions file, or of that of an evaluation's folder, by id."""
     file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
     found = {}
-    for line in read_jsonl(file, "Name an evaluation's folder, or its predictions.jsonl."):
+    for line in read_jsonl(file, "Pass an evaluation's folder, or its predictions.jsonl."):
         id = line.identifier("id")
         if id in found:
-            raise line.error(f"the id {id!r} is there twice")
+            raise line.error(f"duplicate id {id!r}")
         found[id] = line.text("question"), Marks.from_json(line)
     if not found:
-        raise R3LiteError(f"{file} holds no predictions", "Name an evaluation's folder, or its predictions.jsonl.")
+        raise R3LiteError(f"{file} has no predictions", "Pass an evaluation's folder, or its predictions.jsonl.")
     return found
 
 
@@ -66,6 +66,6 @@ def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:
     only = [sorted(x.keys() - y.keys()) for x, y in ((ours, theirs), (theirs, ours))]
     if any(only):
         differences = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
-        raise R3LiteError(f"the two are not of the same questions: {differences}", remedy)
+        raise R3LiteError(f"the evaluations have different questions: {differences}", remedy)
     if other := [id for id in ours if ours[id][0] != theirs[id][0]]:
-        raise R3LiteError(f"{len(other)} ids, such as {other[0]}, name different questions in {a} and {b}", remedy)
+        raise R3LiteError(f"{len(other)} ids, such as {other[0]}, belong to different questions in {a} and {b}", remedy)

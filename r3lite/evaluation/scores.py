@@ -142,7 +142,7 @@ def summary(episodes: Sequence[Episode], marks: Sequence[Marks], seed: int) -> d
     """What scores.json has of episodes and their marks. Those at which the retriever failed are left out."""
     whole = [(e, m) for e, m in zip(episodes, marks, strict=True) if not e.failure]
     if not whole:
-        raise R3LiteError(f"the retriever failed at every question: {episodes[0].failure}", "Mend that, and try again.")
+        raise R3LiteError(f"the retriever failed on every question: {episodes[0].failure}", "Fix that, and try again.")
     marks = [m for _, m in whole]
     faults = Counter(fault for e, _ in whole for step in e.steps for fault in step.faults)
     found = scores(marks, seed) | {

@@ -21,9 +21,9 @@ def scores_table(found: dict) -> str:
         if len(found[key]) > 1:
             lines += ["", *_group_lines(title, found[key])]
     if missing := found.get("judge", {}).get("judge/missing"):
-        lines.append(f"\n{missing} verdicts of the judge are missing and left out")
+        lines.append(f"\n{missing} verdicts of the judge are missing; they are left out of the scores")
     if failed := found.get("retrieval_failures"):
-        lines.append(f"\n{failed} questions at which the retriever failed are left out")
+        lines.append(f"\nthe retriever failed on {failed} questions; they are left out of the scores")
     if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
         why = "is --adapter missing, or was it trained with other prompt files?"
         lines.append(f"\nFew steps follow the format, so the other scores mean little: {why}")
@@ -56,5 +56,5 @@ def comparison_table(found: dict) -> str:
         p = "<0.001" if m["p"] < 0.001 else f"{m['p']:.3f}"
         change = f"{m['difference']:>+9.3f}  {m['low']:>+8.3f} {m['high']:>+8.3f}"
         lines.append(f"{TITLES[name]:<18}{_number(m['a'])}{_number(m['b'])}{change} {p:>7}")
-    lines.append("\npaired bootstrap over questions; p is two-sided, each metric by itself")
+    lines.append("\npaired bootstrap over questions; p is two-sided, without correction for several metrics")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""Trained models for other programs: merged folders, GGUF files, and what tells their users how to use them."""
+"""Trained models for other programs: merged folders, GGUF files, and how to use them."""

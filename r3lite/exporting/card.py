@@ -1,4 +1,4 @@
-"""The model card of an export, which tells its users what it is and how to use it."""
+"""The model card of an export: what it is and how to use it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
-FIRST_QUERY = "It does not retrieve: the model writes its first query, and you give it the documents."
+FIRST_QUERY = "This writes the first query only; retrieving the documents is up to you."
 SHOWN = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
 
 
@@ -29,7 +29,7 @@ class Facts:
 def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
     what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
-    whole = "all of whose weights were trained" if facts.trained else "as it is"
+    whole = "with all weights trained" if facts.trained else "not trained further"
     what = what if facts.trained and not facts.run.get("no_lora") else f"The model {facts.base}, {whole}"
     messages = opening(tokenizer, protocol, "{question}")
     parts = [

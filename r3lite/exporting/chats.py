@@ -19,7 +19,7 @@ QUESTION = "Who is married to the composer of Jelsan Janli?"
 SWITCH = "enable_thinking"  # of some templates
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
-REMEDY = "Nothing is kept of it. Use another --form, or a base whose tokenizer files are as published."
+REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
 def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dict[str, str]]:
@@ -82,8 +82,7 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
     found = backend.encode(text, add_special_tokens=adds_first).ids
     if found != ids:
         made, trained = (backend.decode(tokens, skip_special_tokens=False) for tokens in (found, ids))
-        cause = f"{where}: other programs would make the prompt {made!r}, and training had {trained!r}"
-        raise R3LiteError(cause, REMEDY)
+        raise R3LiteError(f"{where}: other programs would build the prompt {made!r}, not {trained!r}", REMEDY)
 
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:

@@ -136,8 +136,8 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     model, split = record.record("model"), split_of(record)
     if model.text("type") != "BPE" or split is None:
         sentencepiece = model.flag("byte_fallback", False) or model.text("type") == "Unigram"
-        what = "the tokenizer is a SentencePiece one" if sentencepiece else "texts are split in another way"
-        raise record.error(f"{what}; byte-level BPE that llama.cpp knows as {', '.join(SPLITS)} can be written")
+        what = "the tokenizer is SentencePiece" if sentencepiece else "the tokenizer splits text in an unsupported way"
+        raise record.error(f"{what}; supported is byte-level BPE that llama.cpp calls {', '.join(SPLITS)}")
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [gguf.TokenType.UNUSED] * rows
     for token, id in model.record("vocab").values.items():

@@ -12,8 +12,8 @@ def token() -> str:
     """The token of the hub, from the environment alone."""
     if found := os.environ.get(TOKEN, "").strip():
         return found
-    remedy = f"Make one that may write at https://huggingface.co/settings/tokens, and export {TOKEN}=..."
-    raise R3LiteError(f"{TOKEN} is not set: the hub takes no upload without a token", remedy)
+    remedy = f"Create one with write access at https://huggingface.co/settings/tokens, and export {TOKEN}=..."
+    raise R3LiteError(f"uploading needs a token, but {TOKEN} is not set", remedy)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -40,13 +40,13 @@ def push(folder: Path, repository: str, kind: str) -> str:
     from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
 
     api, as_request = HfApi(token=token()), kind == "pull-request"
-    remedy = f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again."
-    with explained((HTTPError, OSError, ValueError), f"{repository} did not take the upload", remedy):
+    remedy = f"Check the name, the permissions of {TOKEN} and the connection, and run the same command again."
+    with explained((HTTPError, OSError, ValueError), f"the upload to {repository} failed", remedy):
         if not as_request:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
-                private = "Name another repository, make it private, or pass --push-as pull-request."
-                raise R3LiteError(f"{repository} is public, and nothing was uploaded", private)
+                private = "Pass another repository, make it private, or pass --push-as pull-request."
+                raise R3LiteError(f"{repository} is public; nothing was uploaded", private)
         added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
         done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
     return done.pr_url if as_request else f"{api.endpoint}/{repository}"

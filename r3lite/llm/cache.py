@@ -33,7 +33,7 @@ class ReplyCache:
         self.folder, self.flag = folder and folder.expanduser(), flag
         self._lock = threading.Lock()
         if folder and not next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists()).is_dir():
-            raise R3LiteError(f"the cache of replies, {folder}, is not a folder", f"Pass another {flag}.")
+            raise R3LiteError(f"{self.flag} {folder} is not a folder", f"Pass another {flag}.")
 
     def recall(self, key: str, read: Callable[[Record], T]) -> T | None:
         """What `read` makes of the reply kept under a key; None if there is none, or, which is said on stderr, if its
@@ -43,14 +43,14 @@ class ReplyCache:
         try:
             return read(read_record(path, ""))
         except R3LiteError as error:
-            print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
+            print(f"warning: ignoring a damaged cached reply: {error.cause}", file=sys.stderr)
             return None
 
     def store(self, key: str, reply: dict) -> None:
         """Keeps a reply; raises R3LiteError if the folder cannot be written."""
         if self.folder is None:
             return
-        cause, remedy = f"replies cannot be cached in {self.folder}", f"Make room, or pass {self.flag} FOLDER."
+        cause, remedy = f"replies cannot be cached in {self.folder}", f"Free disk space, or pass {self.flag} FOLDER."
         # The lock: equal requests of two threads would share a temporary file.
         with explained(OSError, cause, remedy), self._lock:
             write_text(self.folder / f"{key}.json", json.dumps(reply, ensure_ascii=False) + "\n")

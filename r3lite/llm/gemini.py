@@ -37,7 +37,7 @@ class GeminiService(Service):
         if not self._thinking or "think" not in reason.lower():
             return None
         self._thinking, self.room = {}, THINKING_ROOM
-        return "thinks as much as it likes"
+        return "refuses a thinking level; continuing without one"
 
     async def send(self, request: Request, limit: int) -> str:
         """The library does not take the body apart, as it trusts what it reads."""

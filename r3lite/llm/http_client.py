@@ -17,7 +17,7 @@ except ImportError:
     try:
         import httpx
     except ImportError as error:
-        cause = "requests over HTTP need the package httpx2, which google-genai and huggingface_hub install"
+        cause = "HTTP requests need the package httpx2, a dependency of google-genai and huggingface_hub"
         raise R3LiteError(cause, "Install it with: pip install httpx2") from error
 
 MAX_REPLY = 4 << 20  # bytes
@@ -37,8 +37,8 @@ class BoundedClient(httpx.AsyncClient):
         self._most = most
 
     def build_request(self, *given: Any, **options: Any) -> httpx.Request:
-        remedy = "Check the address, which for a judge or teacher is --judge-base-url, and --judge-model."
-        with explained(httpx.InvalidURL, "no request can be sent to this address", remedy):
+        remedy = "Check the address (of a judge or teacher: --judge-base-url) and --judge-model."
+        with explained(httpx.InvalidURL, "invalid address", remedy):
             return super().build_request(*given, **options)
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -56,7 +56,7 @@ class BoundedClient(httpx.AsyncClient):
         response, body = await super().send(request, **options), bytearray()
         try:
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise httpx.DecodingError("the reply is compressed, which was not asked for", request=request)
+                raise httpx.DecodingError("the reply is compressed, although the request forbids it", request=request)
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > self._most:
@@ -92,7 +92,7 @@ class Link:
         except NoReply as error:
             status, message = error.status, " ".join(redacted(str(error), *self._keys).split())
             passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
-            verb = "gives no answer:" if passes else "refuses:" if status else "sends"
+            verb = "does not answer:" if passes else "refuses:" if status else "sends"
             reason = f"status {status}: {message[:500]}" if status else message
             pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
             raise Unanswered(f"{self.url} {verb} {reason}", self.remedy, passes, status, pause) from error
@@ -103,5 +103,5 @@ class Link:
         """What `read` makes of the reply, an object. Raises Unanswered, or R3LiteError if that `server` replies
         otherwise."""
         text = self.text(path, content)
-        with explained(InvalidRecord, f"{self.url}{path} does not reply as {server}", remedy or self.remedy):
+        with explained(InvalidRecord, f"{self.url}{path} did not reply like {server}", remedy or self.remedy):
             return read(Record(parse(text), Source("the reply")))

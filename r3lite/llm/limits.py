@@ -69,11 +69,11 @@ class Budget:
         with self._changed:
             while True:
                 if self.max_calls is not None and self.calls >= self.max_calls:
-                    return f"the cap of {self.max_calls} requests is reached"
+                    return f"--judge-max-calls {self.max_calls} is reached"
                 if self.max_cost is None or self.cost + self._reserved + most <= self.max_cost:
                     break
                 if not self._reserved:
-                    return f"the cap of {self.max_cost:g} US dollars is reached ({self.cost:.4f} spent)"
+                    return f"--judge-max-cost {self.max_cost:g} is reached ({self.cost:.4f} US dollars spent)"
                 self._changed.wait(1.0)
             self.calls += 1
             self._reserved += most
@@ -100,5 +100,5 @@ def prices_of(settings: JudgeSettings) -> tuple[float, float] | None:
         return prices
     if settings.judge_max_cost is not None:
         remedy = "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens."
-        raise R3LiteError(f"the price of {model} is not known, so --judge-max-cost cannot be kept", remedy)
+        raise R3LiteError(f"--judge-max-cost needs the price of {model}, which is not known", remedy)
     return None

@@ -14,7 +14,7 @@ from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimate
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"
-GET_A_KEY = "Set OPENAI_API_KEY, or name a server of your own, such as --judge-base-url http://127.0.0.1:8000/v1."
+GET_A_KEY = "Set OPENAI_API_KEY, or pass another server, such as --judge-base-url http://127.0.0.1:8000/v1."
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # some servers begin a reasoning model's content so
 
 
@@ -39,7 +39,7 @@ class OpenAIService(Service):
         if not self._names or self._limit not in reason:
             return None
         self._limit = self._names.pop()
-        return f"takes its limit as {self._limit}"
+        return f"needs {self._limit}; continuing with it"
 
     async def send(self, request: Request, limit: int) -> str:
         turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")

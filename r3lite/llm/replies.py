@@ -22,18 +22,18 @@ BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in Englis
 
 FAILURES = {
     "timeout": "no reply in time",
-    "connection": "no connection, or a broken one",
-    "rate_limited": "the server asked to come back later (429)",
+    "connection": "no connection, or it was closed",
+    "rate_limited": "the server limits the rate of requests (429)",
     "server": "the server failed (5xx)",
     "refused": "the server refused the request (4xx)",
     "blocked": "the prompt or the reply was blocked",
     "cut": "the reply was cut at the output limit",
-    "empty": "the reply holds no text",
-    "malformed": "the reply is not JSON, or not a reply at all",
-    "schema": "the reply is JSON, but not what was asked for",
-    "too_large": "the reply did not end within 4 MiB",
-    "too_long": "request and reply would be longer than --judge-max-length, or than the model was made for",
-    "capped": "a cap on requests or cost forbade the request",
+    "empty": "the reply has no text",
+    "malformed": "the reply is not valid JSON",
+    "schema": "the reply is JSON, but not of the requested form",
+    "too_large": "the reply is longer than 4 MiB",
+    "too_long": "request and reply do not fit in --judge-max-length or in the model's context",
+    "capped": "--judge-max-calls or --judge-max-cost is reached",
 }
 
 
@@ -134,7 +134,7 @@ def recalled(record: Record, request: Request) -> Reply:
     """The reply that was kept; raises InvalidRecord if it is not one to the request."""
     reply = parse(record.text("text"), request)
     if reply.failure:
-        raise record.error(f"it does not hold what was asked for: {reply.detail}")
+        raise record.error(f"not of the requested form: {reply.detail}")
     return replace(reply, cached=True)
 
 
@@ -184,5 +184,5 @@ def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
     """
     key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
     if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
-        raise R3LiteError(f"the key for {service} holds characters that no key has, such as spaces", remedy)
+        raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy)
     return key

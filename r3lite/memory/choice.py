@@ -53,11 +53,9 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Mo
         if size <= budget * (1 - SLACK):
             return memory
         least = size if least is None else min(least, size)
-    cause = f"this run takes {least / MIB:,.0f} MiB at least, and the budget is {budget / MIB:,.0f} MiB"
+    cause = f"this run needs at least {least / MIB:,.0f} MiB, but the budget is {budget / MIB:,.0f} MiB"
     remedy = f"It would fit with {'; or '.join(_remedies(w, fixed, budget, least, models))}."
-    raise R3LiteError(
-        cause, f"{remedy} Or take a machine with a larger card: each of several processes holds all of it."
-    )
+    raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.")
 
 
 def _remedies(

@@ -261,7 +261,7 @@ class Duration:
         """What makes it shorter."""
         w = self.workload
         fewer = ("--batch-size, --num-generations" if w.trains else "--limit") if w.episodes else "--batch-size"
-        return f"Smaller {fewer} and --max-length take less."
+        return f"Lower {fewer} or --max-length."
 
     def line(self) -> str:
         """For people."""
@@ -278,17 +278,17 @@ class Duration:
             message += f"{many} of {in_words(self.validation)}"
         message += "".join(f"; {line}" for line in self._streaming())
         if w.refills:
-            message += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
+            message += f"; without up to {w.refills} refills per round, each up to {in_words(self.phases['sample'])}"
         if speeds.source in (MEASURED, BESIDE_OTHERS):
-            return f"{message}; predicted from this device's speed as {speeds.source}"
-        return f"{message}; predicted from the peak speeds of the {speeds.name}, so at best"
+            return f"{message}; predicted from this device's speed, {speeds.source}"
+        return f"{message}; predicted from the peak speed of the {speeds.name}, so a lower bound"
 
     def _streaming(self) -> Iterator[str]:
         """What copying layers does to each phase, and how fast episodes are sampled meanwhile."""
         for phase, (copying, exposed) in self.copies.items():
             limit = "copying" if copying > self.phases[phase] - exposed else "computing"
             hidden = 100 * (1 - exposed / copying)
-            yield f"{phase}: {in_words(copying)} of copying layers, {hidden:.0f} % hidden, so {limit} limits"
+            yield f"{phase}: {in_words(copying)} to copy layers, {hidden:.0f} % hidden; limited by {limit}"
             if phase == "sample":
                 yield f"{self.sampled_tokens_per_second:,.1f} tokens/s sampled"
 

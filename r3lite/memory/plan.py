@@ -22,7 +22,7 @@ from r3lite.settings.common import budget_bytes
 
 DEFAULT_BUDGET = 4 << 30
 A_DAY = 86400  # seconds
-UNKNOWN = "unknown, as the speed of the device is"
+UNKNOWN = "unknown, because the speed of the device is not known"
 MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
@@ -64,11 +64,11 @@ class Plan:
         for part in parts:
             cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
             lines.append(part.ljust(16) + "".join(cells))
-        lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
+        lines.append("total".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
         top = max(found, key=lambda name: sum(found[name].values()))
         if self.memory.stream_layers:
             lines.append(
-                f"host's memory {self.host / MIB:,.0f} MiB: {self.workload.model.num_hidden_layers} layers"
+                f"host memory {self.host / MIB:,.0f} MiB: {self.workload.model.num_hidden_layers} layers"
                 + ("" if self.workload.model.tie_word_embeddings else " and the embedding")
             )
         lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
@@ -96,10 +96,10 @@ class Plan:
         m, w = self.memory, self.workload
         parts = [f"{self.peak / MIB:,.0f} of {self.budget / MIB:,.0f} MiB"]
         parts += ["NF4"] if m.nf4 else []
-        parts += [f"{self.host / MIB:,.0f} MiB of layers in the host's memory"] if m.stream_layers else []
+        parts += [f"{self.host / MIB:,.0f} MiB of layers in host memory"] if m.stream_layers else []
         if w.trains:
             parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
-            parts += [f"{m.micro_batch_tokens} tokens a pass"]
+            parts += [f"{m.micro_batch_tokens} tokens per pass"]
         parts += [f"{min(m.rollout_batch_size, w.episodes)} episodes at a time"] if w.episodes else []
         return "memory plan: " + ", ".join(parts + (["offload"] if m.offload else []))
 
@@ -107,7 +107,7 @@ class Plan:
         """One line for the start of a run."""
         if self.duration:
             return f"time: {self.duration.line()}"
-        return f"time: {UNKNOWN}" + ("; plan --card tells that of some cards" if self.workload.on_cuda else "")
+        return f"time: {UNKNOWN}" + ("; plan --card predicts it for known GPUs" if self.workload.on_cuda else "")
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
@@ -149,13 +149,11 @@ def _check_streaming(w: Workload, given: dict) -> None:
     """Refuses layers that keep activations, and a machine whose memory does not hold the layers."""
     layers = w.model.num_hidden_layers
     if w.trains and given.get("recompute_layers", layers) < layers:
-        cause = (
-            f"--recompute-layers is {given['recompute_layers']}, and with --stream-layers all {layers} are recomputed"
-        )
-        raise R3LiteError(cause, "Pass --recompute-layers none if a preset or file sets it, or leave it out.")
+        cause = f"--recompute-layers is {given['recompute_layers']}, but --stream-layers recomputes all {layers}"
+        raise R3LiteError(cause, "Pass --recompute-layers none.")
     needed, there = planner.host_bytes(w, Memory(**given)), host_memory() if w.device else None
     if there and needed > there:
-        cause = f"--stream-layers takes {needed / MIB:,.0f} MiB of the host's memory, which has {there / MIB:,.0f} MiB"
+        cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, but there are {there / MIB:,.0f} MiB"
         raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.")
 
 

@@ -86,7 +86,7 @@ class ShrinkingGrant(Grant):
 
         Raises R3LiteError if the checkpoint's base was in NF4 and this one is not, or the other way round.
         """
-        record = Record(state, Source("the checkpoint's memory figures", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's memory figures", "Pass another checkpoint."))
         figures = {}
         for name, default in asdict(Memory()).items():  # a checkpoint of an earlier version may lack some
             low = 0 if name == "recompute_layers" else 1
@@ -95,7 +95,7 @@ class ShrinkingGrant(Grant):
         saved = Memory(**figures)
         if saved.nf4 != self.memory.nf4:
             was = "nf4" if saved.nf4 else "none"
-            raise R3LiteError("the checkpoint is of a run with another base", f"Resume with --quantize {was}.")
+            raise R3LiteError("the checkpoint is of a run with another --quantize", f"Resume with --quantize {was}.")
         # Streaming is this run's own choice: it changes no number, but needs all layers recomputed.
         saved = replace(saved, stream_layers=self.memory.stream_layers)
         keeps = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
@@ -106,8 +106,8 @@ class ShrinkingGrant(Grant):
         """Makes one figure smaller and says so."""
         less = self._smaller(phase)
         if less is None:
-            anew = "start anew, with this run as --adapter, and --quantize nf4 or a smaller --max-length"
-            remedy = f"Close what else uses the card and go on with --resume auto; or {anew}."
+            anew = "start a new run from it (--adapter) with --quantize nf4 or a smaller --max-length"
+            remedy = f"Close other programs that use the GPU and continue with --resume auto; or {anew}."
             raise OutOfMemory(f"the device ran out of memory, and no size can be reduced further ({reason})", remedy)
         old, new = asdict(self.memory), asdict(less)
         changes = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])

@@ -66,11 +66,11 @@ def sft_workload(config: SftConfig, longest: int | None = None, **known: float |
     """
     longest, full = min(config.sft.max_length, longest or config.sft.max_length), config.lora.no_lora
     if full and config.model.adapter:
-        raise UsageError(f"--adapter is {config.model.adapter}, and --no-lora has none: pass its `export` as --model")
+        raise UsageError("--no-lora does not take an --adapter: merge it with r3lite.export and pass --model")
     base = _base(config.model)
     if full and base["packed"]:
-        cause = f"--no-lora trains dense weights, and those of {config.model.model} are in 4 bits"
-        raise R3LiteError(cause, "Name the dense model, or leave --no-lora out.")
+        cause = f"--no-lora cannot train {config.model.model}, whose weights are in 4 bits"
+        raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.")
     return Workload(
         **base,
         **({"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)),
@@ -97,7 +97,7 @@ def rl_workload(
     of their questions finds them.
     """
     if config.lora.no_lora:
-        raise UsageError("--no-lora is for sft: ppo trains an adapter beside the model that it starts from")
+        raise UsageError("--no-lora works with sft only")
     model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
     episodes = config.episodes_of_round
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
@@ -175,7 +175,7 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
     found = card(name)
     if found is None:
         known = [card.name for card in CARDS]
-        raise UsageError(f"--card {name} is not in the table{nearest(name, known)}; there are {', '.join(known)}")
+        raise UsageError(f"unknown --card {name}{nearest(name, known)}; choose from {', '.join(known)}")
     if dtype == "auto":
         dtype = "bf16" if "bf16" in found.flops else "fp16"
     element = DTYPES[dtype].itemsize

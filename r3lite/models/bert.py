@@ -153,7 +153,7 @@ def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -
         if value not in supported:
             raise R3LiteError(
                 f"{record.source.where}: {key} is {value!r}; only {' and '.join(map(repr, supported))} is supported",
-                "Use a BERT: an encoder such as intfloat/e5-base-v2, or a cross-encoder to rerank with.",
+                "Use a BERT, such as intfloat/e5-base-v2, or a BERT cross-encoder for --rerank.",
             )
     first = 0 if kind == "bert" else record.whole("pad_token_id", 1, high=1 << 20) + 1
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -208,11 +208,11 @@ def _filled(
     wrong += [f"{n} is unexpected" for n in found if n not in expected]
     if not wrong:
         shapes = {n: (list(found[n].shape), list(shape)) for n, shape in expected.items()}
-        wrong = [f"{n} has the shape {has} and not {needs}" for n, (has, needs) in shapes.items() if has != needs]
+        wrong = [f"{n} has shape {has}, not {needs}" for n, (has, needs) in shapes.items() if has != needs]
         wrong += [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")
+        raise R3LiteError(f"{path}: {wrong[0]}{more}", "Get config.json and the weights from the same model.")
     # Copied, because the tensors that were read are views of the mapped file.
     model.load_state_dict({own[n]: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
     return model.eval().requires_grad_(False)

@@ -27,7 +27,7 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 # What `quantization_config` must say, and what a key that it lacks means.
 WANTED = {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
 DEFAULTS = {"load_in_8bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "uint8"}
-REMEDY = "Use the model's unquantized checkpoint, with --quantize nf4 if it is to be in NF4."
+REMEDY = "Use the model's unquantized checkpoint, with --quantize nf4 for NF4."
 
 
 def unsupported(quantization: dict[str, Any]) -> str | None:

@@ -15,10 +15,10 @@ SIZES = {
     "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
 }  # fmt: skip
 
-NF4 = "Of quantized ones those are read that are in NF4 by bitsandbytes (*-bnb-4bit) or by r3lite."
+NF4 = "The only supported quantization is NF4, by bitsandbytes (*-bnb-4bit) or by r3lite."
 QUANTIZED = f"{bitsandbytes_weights.REMEDY} {NF4}"
-SLIDING = "r3lite computes full attention only; switch it off if your rows are shorter than the window."
-ROPE = "Only llama3 is supported. Remove it to train within the length that the model was made for."
+SLIDING = "r3lite supports full attention only; disable it if your rows are shorter than the window."
+ROPE = "Only llama3 is supported. Remove it from config.json to train within the original context length."
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     if model_type not in FAMILIES:
         raise R3LiteError(
             f"{record.source.where}: model_type is {shown(model_type)}{nearest(model_type, FAMILIES)}",
-            f"r3lite trains models of the types {', '.join(FAMILIES)}; docs/models.md names some of each.",
+            f"Supported types are {', '.join(FAMILIES)}; docs/models.md lists models.",
         )
     # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
     rope = [record.record("rope_scaling"), record.record("rope_parameters")]
@@ -73,7 +73,7 @@ def read_config(folder: str | Path) -> ModelConfig:
             "divide one another"
         )
     if config.head_dim % 2:  # rotary positions turn pairs of numbers
-        raise record.error(f"the size of a head (head_dim) is {config.head_dim}, an odd number")
+        raise record.error(f"head_dim is {config.head_dim}; it must be even")
     return config
 
 
@@ -84,7 +84,7 @@ def _rope_type(rope: Record) -> str:
 def _scaling(rope: Record) -> RopeScaling:
     factors = {name: rope.number(name, low=0, high=1e6, above=True) for name in ("low_freq_factor", "high_freq_factor")}
     if factors["low_freq_factor"] >= factors["high_freq_factor"]:
-        raise rope.error("low_freq_factor is not below high_freq_factor")
+        raise rope.error("low_freq_factor must be less than high_freq_factor")
     original = rope.whole("original_max_position_embeddings", low=1)
     return RopeScaling(rope.number("factor", low=1, high=1e6), **factors, original_max_position_embeddings=original)
 
@@ -106,16 +106,16 @@ def _check_supported(record: Record, model_type: str, rope: list[Record]) -> Non
     activation, partial = record.text("hidden_act", "silu"), record.number("partial_rotary_factor", 1)
     kind = next((k for k in map(_rope_type, rope) if k not in ("default", "llama3")), None)
     biased = next((k for k in ("attention_bias", "mlp_bias") if model_type != "qwen2" and record.flag(k, False)), None)
-    sliding_what = "sliding-window attention is switched on (use_sliding_window, sliding_window, layer_types)"
+    sliding_what = "sliding-window attention is on (use_sliding_window, sliding_window, layer_types)"
     rope_what = f"rope scaling of type {shown(kind)} is set (rope_scaling, rope_parameters)"
     for wrong, what, remedy in (
         (quantized is not None, quantized, QUANTIZED),
         (sliding, sliding_what, SLIDING),
         (activation != "silu", f"hidden_act is {shown(activation)}", "Only silu is supported."),
         (kind is not None, rope_what, ROPE),
-        (partial != 1, f"partial_rotary_factor is {partial:g}", "Only rotation of whole heads is supported."),
-        (record.flag("rope_interleaved", False), "rope_interleaved is true", "Only halves of heads are rotated."),
-        (biased is not None, f"{biased} is true", f"Linear layers of {model_type} models have no biases here."),
+        (partial != 1, f"partial_rotary_factor is {partial:g}", "Only 1 is supported."),
+        (record.flag("rope_interleaved", False), "rope_interleaved is true", "Only false is supported."),
+        (biased is not None, f"{biased} is true", f"Only false is supported for {model_type}."),
     ):
         if wrong:
             raise R3LiteError(f"{record.source.where}: {what}", remedy)

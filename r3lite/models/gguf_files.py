@@ -21,7 +21,7 @@ from r3lite.core.files import read_record
 
 VERSIONS = (2, 3)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")  # llama: also Mistral
-REMEDY = "The download may be incomplete: fetch the file again."
+REMEDY = "Download the file again."
 TYPES = "Use a file in Q4_0 to Q8_0, K-quants, F16, BF16 or F32."
 EMBEDDING, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 NAMES = {
@@ -101,7 +101,7 @@ class GgufTensor:
                 del file, tile
         except NotImplementedError as error:
             raise R3LiteError(
-                f"{self.path}: {self.name} is in {kind.name}, which the package gguf does not dequantize", TYPES
+                f"{self.path}: {self.name} is in {kind.name}, which the package gguf cannot dequantize", TYPES
             ) from error
         return dense.view(-1, *inner) if len(self.shape) > 1 else dense[0][order]
 
@@ -114,11 +114,9 @@ class Header:
         with open(path, "rb") as file:
             start = file.read(8)
         if start[:4] != b"GGUF":
-            raise R3LiteError(f"{path} is not a GGUF file: it does not begin with GGUF", REMEDY)
+            raise R3LiteError(f"{path} is not a GGUF file", REMEDY)
         if len(start) == 8 and (version := struct.unpack("<I", start[4:])[0]) not in VERSIONS:
-            raise R3LiteError(
-                f"{path} is a GGUF file of version {version}", "Versions 2 and 3 are read, little-endian."
-            )
+            raise R3LiteError(f"{path} is a GGUF file of version {version}", "Use version 2 or 3, little-endian.")
         try:
             reader = _reader()(path)
             self.keys = {name: field.contents() for name, field in reader.fields.items()}
@@ -175,7 +173,7 @@ def _reader() -> type:
         def _get(self, offset, dtype, count=1, override_order=None):
             found, self.reads = super()._get(offset, dtype, count, override_order), self.reads + 1
             if len(found) < count or self.reads > MOST_READS:
-                raise ValueError("it ends early" if len(found) < count else f"more than {MOST_READS:,} values")
+                raise ValueError("unexpected end" if len(found) < count else f"more than {MOST_READS:,} values")
             return found
 
     return Reader
@@ -187,7 +185,7 @@ class GgufTensors:
     def __init__(self, pointer: Path):
         with extra("gguf", "a GGUF model"):
             import gguf  # noqa: F401
-        found = read_record(pointer, "Remove the folder: it is made anew.").record("tensors").values
+        found = read_record(pointer, "Delete the folder; it will be rebuilt.").record("tensors").values
         self._found = {name: GgufTensor(**fields) for name, fields in found.items()}
 
     def keys(self) -> list[str]:

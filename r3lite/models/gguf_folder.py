@@ -37,7 +37,7 @@ LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 def of(path: Path) -> Path:
     """The folder of a file, made if it is not in the cache; R3LiteError if the file cannot be used."""
-    check_regular(path, "Name a model folder or a GGUF file.")
+    check_regular(path, "Pass a model folder or a GGUF file.")
     status, path = path.stat(), path.resolve()
     key = hashlib.sha256(repr((LAYOUT, str(path), status.st_size, status.st_mtime_ns)).encode()).hexdigest()[:16]
     folder = Path(CACHE).expanduser() / f"{path.stem}-gguf-{key}"
@@ -56,7 +56,7 @@ def of(path: Path) -> Path:
             with contextlib.suppress(OSError if folder.is_dir() else ()):
                 os.rename(made, folder)
     except OSError as error:
-        raise R3LiteError(f"{folder} cannot be written: {error}", "It holds the tokenizer of the GGUF file.") from error
+        raise R3LiteError(f"{folder} cannot be written: {error}", "Check disk space and permissions.") from error
     return folder
 
 
@@ -65,11 +65,11 @@ def _config(header: Header) -> dict[str, Any]:
     keys, path, architecture = header.keys, header.path, header.keys.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise R3LiteError(
-            f"{path} is a model of the architecture {shown(architecture)}",
-            f"GGUF files of {', '.join(ARCHITECTURES)} are read (Mistral's are called llama).",
+            f"{path} has the architecture {shown(architecture)}",
+            f"Supported architectures are {', '.join(ARCHITECTURES)} (Mistral is called llama).",
         )
     if keys.get("split.count", 1) != 1:
-        raise R3LiteError(f"{path} is one of several files of a model", "Join them by llama-gguf-split --merge.")
+        raise R3LiteError(f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.")
     unread = {name.removeprefix(f"{architecture}.") for name in keys if name.startswith(f"{architecture}.")} - READ
     for name in sorted(unread):
         if header.size_of(name) not in (0, 0.0, False, "none"):
@@ -83,7 +83,7 @@ def _config(header: Header) -> dict[str, Any]:
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     for name in (TURNED, f"attention.{VALUES}"):
         if header.size_of(name, sizes["head_dim"]) != sizes["head_dim"]:
-            raise R3LiteError(f"{path}: {architecture}.{name} is not the size of a head, {sizes['head_dim']}", FOLDER)
+            raise R3LiteError(f"{path}: {architecture}.{name} is not the head size, {sizes['head_dim']}", FOLDER)
     theta, eps = (float(f"{header.size_of(name, default):.7g}") for name, default in ((ROOT, 10_000.0), (EPS, 1e-6)))
     scaling = {"rope_scaling": _scaling(header, sizes["head_dim"], theta)} if ROPE in header.tensors else {}
     return {

@@ -64,7 +64,7 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
         what = f"{shown(keys.get('model'))} (tokenizer.ggml.model)"
         what = f"split as {shown(keys.get('pre'))} (tokenizer.ggml.pre)" if keys.get("model") == "gpt2" else what
         known = ", ".join([*SPLITS, *ALIASES])
-        raise R3LiteError(f"{header.path}: the tokenizer is {what}; byte-level BPE of {known} is read", FOLDER)
+        raise R3LiteError(f"{header.path}: the tokenizer is {what}; supported is byte-level BPE of {known}", FOLDER)
     tokens, kinds, merges = (keys.get(name) for name in ("tokens", "token_type", "merges"))
     if not (tokens and merges and isinstance(kinds, list) and len(kinds) == len(tokens)):
         raise R3LiteError(f"{header.path} lacks its tokens, their types or their merges", FOLDER)

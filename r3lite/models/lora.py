@@ -23,7 +23,7 @@ from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.weights import FINGERPRINT
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-REMEDY = "Name a run folder or a plain LoRA adapter of PEFT in safetensors format."
+REMEDY = "Pass a run folder or a plain LoRA adapter of PEFT in safetensors format."
 # Keys of adapter_config.json that are used here, and those that do not change what the adapter computes. Any other key
 # must be unset: it belongs to a feature that r3lite lacks and would silently leave out.
 USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
@@ -195,16 +195,16 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     missing = shapes.keys() - tensors
     if keys := missing or tensors.keys() - shapes:
         what = "lacks the tensor" if missing else "has the unexpected tensor"
-        remedy = f"Its target_modules are {', '.join(config.targets)}; is it of this model?"
+        remedy = f"Its target_modules are {', '.join(config.targets)}. Pass an adapter of this model."
         raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy)
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
             raise R3LiteError(
-                f"{folder / WEIGHTS}: {key} has the shape {list(tensors[key].shape)}, not {list(shape)}",
-                "It belongs to another model or rank.",
+                f"{folder / WEIGHTS}: {key} has shape {list(tensors[key].shape)}, not {list(shape)}",
+                "Pass an adapter of this model, with its own adapter_config.json.",
             )
         if not tensors[key].is_floating_point() or not tensors[key].float().isfinite().all():
-            raise R3LiteError(f"{folder / WEIGHTS}: {key} holds something else than finite floats", REMEDY)
+            raise R3LiteError(f"{folder / WEIGHTS}: {key} has values that are not finite floats", REMEDY)
     _attach(model, name, config, tensors, trainable)
 
 
@@ -218,7 +218,7 @@ def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
     models = [place for place in (Path(folder), Path(folder, "model")) if (place / "config.json").is_file()]
     if models and not (adapter_folder(folder) / CONFIG).is_file():
-        raise R3LiteError(f"{folder} has no adapter but all weights of a model", f"Pass --model {models[0]}.")
+        raise R3LiteError(f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.")
     folder = adapter_folder(folder)
     name = read_record(folder / CONFIG, REMEDY).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
@@ -240,15 +240,15 @@ def _parse_config(record: Record) -> LoraConfig:
     record.choice("bias", ("none",), "none")
     init = record.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
-        raise record.error(f"init_lora_weights is {init!r}, which changes the base as well")
+        raise record.error(f"init_lora_weights is {init!r}, which also changes the base")
     for key, value in record.values.items():
         if key not in USED and key not in IGNORED and value:
-            raise record.error(f"{key} is {shown(value)}, a feature that r3lite does not have")
+            raise record.error(f"{key} is {shown(value)}, which r3lite does not support")
     targets = record.texts("target_modules")
     _check_targets(targets, f"{record.source.where}: target_modules")
     dropout = record.number("lora_dropout", 0.0, low=0)
     if dropout >= 1:
-        raise record.wrong("lora_dropout", "below 1")
+        raise record.wrong("lora_dropout", "less than 1")
     return LoraConfig(
         r=record.whole("r", low=1, high=1 << 20),
         alpha=record.number("lora_alpha", low=0, high=1e6, above=True),
@@ -261,9 +261,7 @@ def _parse_config(record: Record) -> LoraConfig:
 def _check_targets(targets: Sequence[str], where: str) -> None:
     unknown = [t for t in targets if t not in PROJECTIONS]
     if unknown or not targets:
-        raise R3LiteError(
-            f"{where} has {unknown[0] if unknown else 'nothing'}", f"Choose among {', '.join(PROJECTIONS)}."
-        )
+        raise R3LiteError(f"{where} has {unknown[0] if unknown else 'nothing'}", f"Use {', '.join(PROJECTIONS)}.")
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:
@@ -281,7 +279,7 @@ def _key(path: str, side: str) -> str:
 
 def _attach(model: nn.Module, name: str, config: LoraConfig, tensors: dict[str, Tensor], trainable: bool) -> None:
     switch = switch_of(model)
-    assert name not in switch.configs, f"an adapter named {name!r} is there already"
+    assert name not in switch.configs, f"an adapter named {name!r} already exists"
     bases = dict(_targets(model, config.targets))
     for paths in stacks(bases):
         As = [tensors[_key(path, "A")] for path in paths]

@@ -114,7 +114,7 @@ def _check_columns(columns: int) -> None:
     if columns % BLOCK:
         raise R3LiteError(
             f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
-            "Load the model without quantization.",
+            "Pass --quantize none.",
         )
 
 

@@ -16,7 +16,7 @@ from r3lite.core.files import GGUF_POINTER, PART, check_regular, move
 from r3lite.core.records import parse
 from r3lite.models.gguf_files import GgufTensors
 
-REMEDY = "The download may be incomplete: fetch the file again."
+REMEDY = "Download the file again."
 
 
 @contextlib.contextmanager

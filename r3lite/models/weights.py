@@ -39,7 +39,7 @@ OPENED_FOR = 8  # tensors that are read from a file while it is open
 COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
 SOURCE = "Copy {} from the model's source."
-MISMATCH = "config.json and the weights are not of the same model."
+MISMATCH = "Get config.json and the weights from the same model."
 
 
 def resolve_folder(model: str) -> Path:
@@ -50,14 +50,12 @@ def resolve_folder(model: str) -> Path:
     if folder.is_dir():
         trained = folder / "model"  # of sft --no-lora
         if trained.is_dir() and not (folder / "config.json").exists():
-            raise R3LiteError(f"{folder} is a run folder, which has a model in it", f"Pass --model {trained}.")
+            raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.")
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
-        raise R3LiteError(
-            f"there is no model folder {model}", "Name a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or tiny."
-        )
+        raise R3LiteError(f"no such model folder: {model}", "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.")
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
 
@@ -67,8 +65,8 @@ def resolve_folder(model: str) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise R3LiteError(
             f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}",
-            "Check the name and the connection, or put the model's config.json, tokenizer.json, tokenizer_config.json "
-            "and *.safetensors into a folder and pass --model FOLDER. --model tiny needs no download.",
+            "Check the name and the connection, or copy the model's config.json, tokenizer.json, tokenizer_config.json "
+            "and *.safetensors to a folder and pass --model FOLDER. --model tiny needs no download.",
         ) from error
 
 
@@ -220,7 +218,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
     # Folders written when the mean of a weight's absmax was one number are read as well.
     if tensor.shape != expected.shape and not (tensor.dim() == 0 and name.endswith(".absmax_mean")):
         raise R3LiteError(
-            f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}", MISMATCH
+            f"{path}: {name} has shape {list(tensor.shape)}, but config.json needs {list(expected.shape)}", MISMATCH
         )
     wide = tensor.is_floating_point() and tensor.element_size() >= 2
     if not (wide if isinstance(expected, nn.Parameter) else tensor.dtype == expected.dtype):
@@ -234,7 +232,7 @@ def tensor_places(folder: Path) -> dict[str, Path]:
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name in places:
-                    raise R3LiteError(f"{path}: {name} is in {places[name].name}, too", SOURCE.format("the shards"))
+                    raise R3LiteError(f"{path}: {name} is also in {places[name].name}", SOURCE.format("the shards"))
                 places[name] = path
     return places
 
@@ -248,7 +246,7 @@ def _shards(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         cause = f"{folder} has neither {SINGLE} nor {INDEX}"
-        cause += f", only pickled weights ({pickled[0]}), which can run code when they are read" if pickled else ""
+        cause += f", only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else ""
         raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
     record = read_record(folder / INDEX, SOURCE.format(INDEX))
     weight_map = record.record("weight_map")
@@ -257,7 +255,7 @@ def _shards(folder: Path) -> list[Path]:
         raise record.error("weight_map is missing or empty")
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file beside it")
+            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file in the folder")
     return [folder / name for name in sorted(names)]
 
 

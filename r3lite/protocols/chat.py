@@ -46,7 +46,7 @@ class Chat(Protocol):
 class ThinkingChat(Chat):
     """A chat whose turn is a thought between <think> and </think>, then the answer (DeepSeek-R1, arXiv 2501.12948).
 
-    Without </think> there is no answer: nothing tells it from the thought.
+    Without </think> there is no answer: it cannot be separated from the thought.
     """
 
     faults = THOUGHT_FAULTS

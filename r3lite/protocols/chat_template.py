@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from r3lite.core.errors import R3LiteError, explained
 
-REMEDY = "Use a model folder with a chat template, such as that of an instruct model."
+REMEDY = "Use a model with a supported chat template, such as an instruct model."
 ROLES = ("system", "user", "assistant")
 THINK, THOUGHT_END = "<think>", "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
@@ -62,8 +62,8 @@ class ChatTemplate:
             text = self.render(messages, prompt)
             gaps = re.split("\ue000[0-9]+\ue001", text)
             if re.findall("\ue000[0-9]+\ue001", text) != contents:
-                cause = f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}"
-                raise R3LiteError(f"{cause}, not each message once and in order", REMEDY)
+                cause = f"{self.where}: the chat template writes {'...'.join(gaps)!r} for {', '.join(roles)}"
+                raise R3LiteError(f"{cause}; it must write each message once and in order", REMEDY)
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 

@@ -19,7 +19,7 @@ REQUEST = "Question: {question}\nAnswer with a short phrase or a name only, no e
 
 @dataclass(frozen=True)
 class PlainAnswer(Chat):
-    """If it `searches`, a search for the question itself brings the documents that stand before the question.
+    """If it `searches`, the documents before the question are found by a search for the question itself.
 
     The answer is the first line of the reply that is not blank, or what there is of it if a limit cut it off.
     """

@@ -203,7 +203,7 @@ def load_tags(settings: ProtocolSettings) -> Tags:
         if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
             raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
     if ends[0] != INFORMATION.opening and ends[1] == INFORMATION.closing:
-        cause = f"--information-open is {ends[0]}, and --information-close is still {ends[1]}"
+        cause = f"--information-open is {ends[0]}, but --information-close is {ends[1]}"
         raise R3LiteError(cause, "Pass both, such as <context> and </context>.")
     values = {"information_open": ends[0], "information_close": ends[1]}
     graph = Limits(settings.most_nodes, settings.most_node_words) if settings.search_graph else None

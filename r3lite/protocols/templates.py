@@ -28,8 +28,8 @@ def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[s
     """Raises R3LiteError unless a prompt has `placeholder` once and no other but the `optional` ones."""
     found = placeholders(text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
-        allowed = "".join(f", perhaps {{{other}}}" for other in optional)
-        remedy = f"It must hold {{{placeholder}}} exactly once{allowed}, and no other word in braces."
+        allowed = "".join(f", optionally {{{other}}}" for other in optional)
+        remedy = f"It must have {{{placeholder}}} exactly once{allowed}, and no other word in braces."
         raise R3LiteError(f"{what} has the placeholders {found or 'none'}", remedy)
 
 
@@ -43,8 +43,8 @@ def read_prompt(name: str) -> str:
     try:
         return place_of(name).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Pass a UTF-8 text file.") from error
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
@@ -58,10 +58,10 @@ def messages(prompt: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": prompt}]
     roles, texts = parts[::2], [text.strip() for text in parts[1::2]]
     if roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
-        remedy = "Let [user] and [assistant] take turns, with [user] first and last."
-        raise R3LiteError("the opening prompt has lines [user] or [assistant] that make no chat", remedy)
+        remedy = "Alternate [user] and [assistant], with [user] first and last."
+        raise R3LiteError("the lines [user] and [assistant] in the opening prompt do not alternate", remedy)
     if "{question}" not in texts[-1]:
-        raise R3LiteError("the opening prompt has {question} in its example", "Its place is the last message.")
+        raise R3LiteError("the opening prompt has {question} in its example", "Move it to the last message.")
     texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
@@ -78,7 +78,7 @@ def refuse_step_prompt(settings: ProtocolSettings) -> None:
     """Raises R3LiteError if a format that has no user turn for documents is given a prompt for it."""
     if settings.step_prompt is not None:
         cause = f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have"
-        raise R3LiteError(cause, "Leave it out, or pass --format r3.")
+        raise R3LiteError(cause, "Remove it, or pass --format r3.")
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:
@@ -97,7 +97,7 @@ def unfit(text: str, prompt: str) -> str | None:
     wanted, found = Counter(placeholders(prompt)), Counter(placeholders(text))
     problems = [f"it lost {{{name}}}" for name in wanted if not found[name]]
     problems += [f"it has {{{name}}} {found[name]} times" for name in wanted if found[name] > wanted[name]]
-    problems += [f"it has {{{name}}}, which the first prompt has not" for name in found if name not in wanted]
+    problems += [f"it has {{{name}}}, which the first prompt does not have" for name in found if name not in wanted]
     try:
         messages(text)
     except R3LiteError as error:

@@ -89,9 +89,9 @@ class Tokenizer:
         grows = alone == (first, self._prompt) and stop and not tail.strip() and not self.lead.strip()
         if not grows or not (self.lead or self._prompt.startswith(to_assistant)):
             texts = "...".join(alone), "...".join((first, to_assistant, to_user, self._prompt))
-            cause = f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three"
-            wanted = "not turns that follow one another, each of the assistant's ended by a token"
-            raise R3LiteError(f"{cause}: {wanted}", TEMPLATE_REMEDY)
+            cause = f"{template.where}: the chat template writes {texts[0]!r} for 1 message and {texts[1]!r} for 3"
+            wanted = "it must append turns and end each assistant turn with a token"
+            raise R3LiteError(f"{cause}; {wanted}", TEMPLATE_REMEDY)
         self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
         self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
@@ -135,15 +135,14 @@ class Tokenizer:
             given_back = tokenizer.decode(tokenizer.encode(probe))
         check_ids(record, tokenizer._marked)
         if given_back != probe:
-            remedy = "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5."
-            raise R3LiteError(f"{path} does not give every text back as it was", remedy)
+            remedy = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
+            raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy)
         tokenizer._check_probes()
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
             thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
-            cause = f"the chat template in {folder} has no switch for --thinking {thinking}"
-            raise R3LiteError(cause, "Leave --thinking out.")
+            raise R3LiteError(f"the chat template in {folder} does not support --thinking {thinking}", "Remove it.")
         return tokenizer
 
     def _check_probes(self) -> None:
@@ -155,8 +154,8 @@ class Tokenizer:
             expected = self._marked.encode(text, add_special_tokens=False).ids
             self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
             if (ids := self.chat(messages, prompt=True)[0]) != expected:
-                ours = f"a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in r3lite's tokens"
-                raise R3LiteError(f"{self.template.where}: {ours}, and {text!r} by the chat template", TEMPLATE_REMEDY)
+                ours = f"r3lite writes {', '.join(roles)} as {self._marked.decode(ids, False)!r}"
+                raise R3LiteError(f"{self.template.where}: {ours}, the chat template as {text!r}", TEMPLATE_REMEDY)
 
     @property
     def fingerprint(self) -> str:
@@ -295,7 +294,7 @@ class Tokenizer:
     def check_thinking(self) -> None:
         """Raises R3LiteError if the template ends the thought of each turn before it begins."""
         if self._closes_thought:
-            cause = "replies with a thought in <think> are trained on, and the chat template switches thoughts off"
+            cause = "the data have replies with a thought in <think>, but thinking is off in the chat template"
             raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
 
     def folded(self, messages: Messages) -> Messages:

@@ -41,7 +41,7 @@ def check_ids(definition: Record, backend: Backend) -> None:
         # The library gives an id of its own to a token whose id does not follow the others.
         content, id = token.text("content"), token.whole("id")
         if backend.token_to_id(content) != id:
-            raise token.error(f"{token.path}id is {id}; the token {content!r} gets {backend.token_to_id(content)}")
+            raise token.error(f"{token.path}id is {id}, but {content!r} has the id {backend.token_to_id(content)}")
     ids = backend.get_vocab(with_added_tokens=True).values()
     if len(set(ids)) < len(ids):
         raise definition.error("two tokens have the same id")

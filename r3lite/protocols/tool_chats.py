@@ -11,7 +11,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols.chat_template import THINK, THOUGHT_END
 from r3lite.protocols.tokenizer import Tokenizer
 
-REMEDY = "Use a model whose chat template writes tools, such as Qwen2.5-Instruct's, or leave such rows out."
+REMEDY = "Use a model whose chat template supports tools, such as Qwen2.5-Instruct, or remove such rows."
 
 
 def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[dict]) -> tuple[list[int], list[bool]]:
@@ -39,7 +39,7 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
     texts = [part for message in messages for _, part in parts_of(message)]
     for text in (json.dumps([*calls, *tools], ensure_ascii=False), *texts):
         if found := tokenizer.markup_in(text):
-            raise R3LiteError(f"a conversation with tools has the model's markup in a text: {found}", "Leave it out.")
+            raise R3LiteError(f"a conversation with tools contains the model's markup: {found}", "Remove it.")
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             start = template.render(messages[:number], True, tools)
@@ -47,7 +47,7 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
                 start = start.rpartition(THINK)[0]  # an empty thought, which a template may write in its last turn only
             end = whole.find(tokenizer.stop, len(start)) + len(tokenizer.stop)
             if not whole.startswith(start) or not done < len(start) < end:
-                raise R3LiteError(f"{template.where}: chats with tools do not grow by turns in the template", REMEDY)
+                raise R3LiteError(f"{template.where}: the chat template changes earlier turns with tools", REMEDY)
             add(len(start), False)
             parts += parts_of(message)
             add(end, message.get("train", True))

@@ -128,7 +128,7 @@ class Layout:
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
             limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
             remedy = "Raise --max-length, shorten the prompt file, or remove the question."
-            raise R3LiteError(f"question {question.id} and its prompt take {len(prompt)} tokens; {limit}", remedy)
+            raise R3LiteError(f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}", remedy)
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
@@ -210,8 +210,8 @@ class Layout:
         transcript.steps[-1] = step
         if given is None:
             if self.opening.plain:
-                what = f"a document before question {transcript.question.id} and for an answer"
-                cause = f"--max-length {self.lengths.max_length} leaves no room for {what}"
+                what = f"question {transcript.question.id} with a document and an answer"
+                cause = f"--max-length {self.lengths.max_length} has no room for {what}"
                 raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)

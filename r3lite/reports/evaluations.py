@@ -58,7 +58,7 @@ def difference_rows(differences: dict[str, tuple[str, dict]]) -> list[list[str]]
     for name, (first, found) in differences.items():
         cells = (found.get(metric) for metric in OVERVIEW)
         shown = ("-" if m is None else f"{m['difference']:+.3f} ({m['low']:+.3f} to {m['high']:+.3f})" for m in cells)
-        rows.append([f"{name} less {first}", *shown])
+        rows.append([f"{name} minus {first}", *shown])
     return rows
 
 

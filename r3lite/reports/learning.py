@@ -37,11 +37,11 @@ PANELS = {
         Panel("explained-variance", "Explained variance of the critic", {"explained_variance": "share"}),
     ),
     "Training curves": (
-        Panel("kl", "KL divergence from the reference", {"kl": "KL"}, unit="nats a token"),
-        Panel("entropy", "Entropy", {"entropy": "entropy"}, unit="nats a token"),
+        Panel("kl", "KL divergence from the reference", {"kl": "KL"}, unit="nats per token"),
+        Panel("entropy", "Entropy", {"entropy": "entropy"}, unit="nats per token"),
         Panel("clip", "Tokens whose ratio is clipped",
               {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"}, unit="share"),
-        Panel("right", "Likelihood of right answers", {"logps/right": "log-probability"}, unit="nats a token"),
+        Panel("right", "Likelihood of correct answers", {"logps/right": "log-probability"}, unit="nats per token"),
         Panel("groups", "Groups whose rewards are all equal", {"frac_reward_zero_std": "groups"}, unit="share"),
         Panel("mismatch", "Log-probability: sampler against trainer",
               {"sampling/sampling_logp_difference/mean": "mean", "sampling/sampling_logp_difference/max": "largest"},
@@ -63,7 +63,7 @@ PANELS = {
     ),
     "Time and memory": (
         Panel("time", "Time of a step, by part", {"time/*": ""}, unit="s"),
-        Panel("cache", "Queries that were in the cache", {"queries/cached_ratio": "queries"}, unit="share"),
+        Panel("cache", "Cached queries", {"queries/cached_ratio": "queries"}, unit="share"),
         Panel("speed", "Throughput", {"tokens_per_second": "tokens"}, unit="tokens/s"),
         Panel("memory", "Peak memory so far", {"peak_memory_mib": "measured"}, unit="MiB"),
     ),

@@ -77,7 +77,7 @@ def _alarms(run: Run) -> list[str]:
     if blank:
         warnings.append(f"no finite loss in {len(blank)} steps, such as step {blank[0]}")
     if not run.metrics and not run.scores:
-        warnings.append("nothing was logged yet")
+        warnings.append("nothing logged yet")
     return warnings
 
 
@@ -98,7 +98,7 @@ def _episodes(runs: Sequence[Run]) -> dict[str, dict[str, list[dict]]]:
     """By section the episodes of a run's first and newest round."""
     found = {}
     for run in runs:
-        rounds = zip(("first round", "newest round"), run.shown.values())
+        rounds = zip(("first round", "latest round"), run.shown.values())
         if shown := {which: list(map(_episode, lines)) for which, lines in rounds}:
             found["Episodes" if len(runs) == 1 else f"Episodes of {run.name}"] = shown
     return found
@@ -121,7 +121,7 @@ def _episode(line: Record, before: str = "") -> dict:
     return {
         "question": before + line.text("question", "", blank=True),
         "mark": None if em is None else "right" if em == 1 else "wrong",
-        "prediction": f"said: {prediction}" if prediction else f"no answer ({line.text('finish', 'unknown')})",
+        "prediction": f"prediction: {prediction}" if prediction else f"no answer ({line.text('finish', 'unknown')})",
         "answers": " or ".join(line.texts("answers", ())),
         "rewards": ", ".join(f"{name} {number(value)}" for name, value in numbers.items()),
         "steps": [Step.from_json(step) for step in line.records("steps", ())],

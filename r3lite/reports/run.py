@@ -17,7 +17,7 @@ from r3lite.settings.commands import with_baseline
 METRICS, EPISODES, PREDICTIONS = "metrics.jsonl", "episodes.jsonl", "predictions.jsonl"
 SCORES, SUMMARY, CONFIG = "scores.json", "summary.json", "config.toml"
 TRACES = (METRICS, SCORES, PREDICTIONS)  # a folder with one of them is a run's
-REMEDY = "Name the folder of a run or of an evaluation, or one that holds some."
+REMEDY = "Pass a run folder, an evaluation folder, or a folder that contains some."
 KEPT = 32  # episodes that are shown of the first round, and of the last
 
 
@@ -62,7 +62,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
             raise R3LiteError(f"{path} is not a folder", REMEDY)
         found = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=began)
         if not found:
-            raise R3LiteError(f"{path} holds no run: none of {', '.join(TRACES)}", REMEDY)
+            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY)
         folders += found
     folders = list(dict.fromkeys(folders))
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
@@ -96,7 +96,7 @@ def read_run(folder: Path, name: str) -> Run:
         run.name = with_baseline(name, run.settings)
     for key, file in (("summary", SUMMARY), ("scores", SCORES)):
         if (folder / file).exists():
-            setattr(run, key, read_record(folder / file, "Remove the file, or make it again.").values)
+            setattr(run, key, read_record(folder / file, "Delete or restore the file.").values)
     of_step = {row.values["step"]: row.values for row in lines(run, METRICS) if isinstance(row.values.get("step"), int)}
     run.metrics = [of_step[step] for step in sorted(of_step)]
     run.predictions = list(lines(run, PREDICTIONS))
@@ -113,7 +113,7 @@ def lines(run: Run, file: str) -> Iterator[Record]:
     bad: list[InvalidRecord] = []
     yield from read_jsonl(run.folder / file, on_bad=bad.append)
     if bad:
-        run.notes.append(f"{len(bad)} line(s) of {file} could not be read, such as: {bad[0].cause}")
+        run.notes.append(f"{len(bad)} lines of {file} could not be read, such as: {bad[0].cause}")
 
 
 def _take(run: Run, row: Record) -> None:

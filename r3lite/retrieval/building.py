@@ -45,7 +45,7 @@ def check_output(folder: str | Path) -> Path:
 
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
     """
-    remedy = "Name a new or empty folder for --output."
+    remedy = "Pass a new or empty folder as --output."
     with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy):
         folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
@@ -53,11 +53,11 @@ def check_output(folder: str | Path) -> Path:
             move(_old(folder), folder)  # a kill came before the new index was in its place
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
-        raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
+        raise R3LiteError(f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.")
     if foreign := {n for n in names - index.OWN - {WAITING, PLAN} if not index.PARTS.fullmatch(n)}:
         raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy)
     if names:
-        with explained(R3LiteError, f"{folder} is there", remedy):
+        with explained(R3LiteError, f"{folder} already exists", remedy):
             index.read_manifest(folder)
     return folder
 
@@ -87,7 +87,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
 
 def replaces(build: Gathered, encoder: Encoder) -> bool:
     """Whether the folder holds an index already; R3LiteError if of another corpus or encoder."""
-    folder, remedy = build.folder, "Name another --output, or remove that index first."
+    folder, remedy = build.folder, "Pass another --output, or delete that index first."
     if not (folder / index.MANIFEST).exists():
         return False
     kept = index.read_manifest(folder)
@@ -95,7 +95,7 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
         if (then := kept.text(key, None)) != now:
             raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
     if kept.text("fingerprint") != build.fingerprint:
-        raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
+        raise R3LiteError(f"{folder} holds an index of another corpus, or of an older version of this one", remedy)
     return True
 
 
@@ -120,18 +120,18 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
         waiting.path.unlink(missing_ok=True)
         write_json(path, plan)
         return 0
-    remedy = f"Give the command as it was, name another --output, or remove {build.work} to begin anew."
+    remedy = f"Repeat the earlier command, pass another --output, or delete {build.work} to start over."
     then = read_record(path, remedy).values
     if changed := [key for key in {**then, **plan} if then.get(key) != plan.get(key)]:
         what = {"fingerprint": "corpus", "numbers": "--index-type"}.get(changed[0], changed[0])
-        raise R3LiteError(f"{build.work} holds a build of {build.folder} that was begun with another {what}", remedy)
+        raise R3LiteError(f"{build.work} holds an unfinished build of {build.folder} with another {what}", remedy)
     n = len(build.passages)
     rows = len(waiting) if len(waiting) == n else len(waiting) // BLOCK * BLOCK
     waiting.cut(rows)
     if 0 < rows < n:
         fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
         if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= index.FURTHEST:
-            raise R3LiteError(f"{build.work} was begun with another {plan['encoder']}: the vectors differ", remedy)
+            raise R3LiteError(f"{build.work} was started with another {plan['encoder']}: the vectors differ", remedy)
     return rows
 
 
@@ -181,7 +181,7 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
         skipped = (dict(zip(("path", "reason", "detail"), left_out, strict=True)) for left_out in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
-    seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
+    seconds, before = encoded - start, f"; {kept} were already encoded" if kept else ""
     print(f"passages    {count}")
     print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
     print(f"encoded in  {seconds:.1f} s on {device}, {(count - kept) / max(seconds, 1e-9):.0f} passages/s{before}")
@@ -192,7 +192,7 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
     """Writes the passages into a Qdrant collection, in place of an index folder."""
     if settings.encoder == HASHING:
-        raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
+        raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
     encoder, start = make_encoder(settings, [], device, settings.batch_size), time.perf_counter()
@@ -226,7 +226,7 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
         documents = list(passages_of(replace(settings, **named), chunking)[0])
         there = index.load(output, settings, device_of(settings), settings.batch_size)
         added, known = index.add(output, there, documents)
-        print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
+        print(f"added       {added} passages" + (f"; skipped {known} that were already in the index" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")
 
 
@@ -234,6 +234,6 @@ def ids_of(named: tuple[str, ...]) -> Iterator[str]:
     """The ids that are named, and those that stand in a file that is named as @FILE, one a line."""
     for name in named:
         if name.startswith("@"):
-            yield from filter(None, read_text(name[1:], "--delete @FILE names a text file of ids.").splitlines())
+            yield from filter(None, read_text(name[1:], "@FILE must be a text file of ids.").splitlines())
         else:
             yield name

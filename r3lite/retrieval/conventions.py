@@ -52,7 +52,7 @@ class Conventions:
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
         if style == OWN and self.prefixes is None:
-            raise R3LiteError(f"the encoder {name} names no prompts of its own", "Leave --encoder-style own out.")
+            raise R3LiteError(f"--encoder-style is own, but {name} has no prompts", "Remove --encoder-style.")
         return style, self.prefixes if style == OWN else PREFIXES[style]
 
 
@@ -77,11 +77,11 @@ def read_conventions(name: str) -> Conventions:
     mode = _pooling(pooling)
     config = optional(folder / "sentence_bert_config.json")
     model = read_record(folder / "config.json", REMEDY).text("model_type", "none")
-    reasons = [f"its network is of type {model}"] * (model not in MODEL_TYPES)
+    reasons = [f"its model_type is {model}"] * (model not in MODEL_TYPES)
     reasons += [f"it has a module {kind}" for kind in foreign]
-    reasons += [f"it pools its tokens by {mode}"] * (mode not in POOLINGS)
-    reasons += ["it leaves its prompts out when it pools"] * (not pooling.flag("include_prompt", True))
-    reasons += ["it has processing_kwargs of its own"] * ("processing_kwargs" in config)
+    reasons += [f"it uses {mode} pooling"] * (mode not in POOLINGS)
+    reasons += ["it excludes its prompts from pooling"] * (not pooling.flag("include_prompt", True))
+    reasons += ["it has processing_kwargs"] * ("processing_kwargs" in config)
     prefixes, lower = _prefixes(optional(folder / "config_sentence_transformers.json")), "do_lower_case"
     other = reasons[0] if reasons else None
     return Conventions(folder, POOLINGS.get(mode, mode), prefixes, longest(folder), config.flag(lower, False), other)
@@ -97,10 +97,10 @@ def _modules(folder: Path) -> tuple[list[str], str]:
         kind = module.text("type").rpartition(".")[2]
         foreign += [kind] * (kind not in MODULES)
         if kind == "Transformer" and (place := module.text("path", "", blank=True)):
-            raise module.error(f"{module.path}path is {place}; the Transformer must be in the folder itself")
+            raise module.error(f"{module.path}path is {place}; it must be empty for a Transformer")
         pooling = module.text("path") if kind == "Pooling" else pooling
     if Path(pooling).name != pooling or pooling == "..":
-        raise listed.error(f"the folder {pooling} of Pooling is not in the encoder's")
+        raise listed.error(f"the path of Pooling, {pooling}, is not in the encoder's folder")
     return foreign, pooling
 
 
@@ -157,7 +157,7 @@ def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
         tokenizer = Tokenizer.from_str(json.dumps(definition.values))
     check_ids(definition, tokenizer)
     if (last := max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= rows:
-        raise R3LiteError(f"{path} has token ids up to {last}, and the model's embedding {rows} rows", REMEDY)
+        raise R3LiteError(f"{path} has token ids up to {last}, but the model's embedding has {rows} rows", REMEDY)
     if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:
         raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY)
     tokenizer.enable_truncation(max_length)  # published files often carry other limits

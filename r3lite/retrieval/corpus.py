@@ -25,7 +25,7 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_regular, open_regular, read_jsonl, within
 from r3lite.core.records import InvalidRecord, Record, Source
 
-PASSAGES, ENDS, SKIPPING = "passages.jsonl", "ends.bin", "--skip-bad-rows leaves bad ones out."
+PASSAGES, ENDS, SKIPPING = "passages.jsonl", "ends.bin", "--skip-bad-rows skips bad lines."
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 
 
@@ -48,7 +48,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
             try:
                 document = _document(record)
                 if document.id in seen:
-                    raise record.error(f"an earlier line has the id {document.id!r}, too")
+                    raise record.error(f"duplicate id {document.id!r}")
             except InvalidRecord as error:
                 if not skip_bad_rows:
                     raise
@@ -57,7 +57,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
             seen.add(document.id)
             yield document
         if bad:
-            print(f"{path}: {len(bad)} bad lines skipped; the first: {bad[0].cause}", file=sys.stderr)
+            print(f"{path}: skipped {len(bad)} bad lines; the first: {bad[0].cause}", file=sys.stderr)
         if len(seen) == before:
             raise R3LiteError(f"{path} contains no passage", REMEDY)
 
@@ -69,7 +69,7 @@ def _document(record: Record) -> Document:
         first, _, text = text.partition("\n")
         title = first.strip().strip('"')
         if not text.strip():
-            raise record.error("nothing follows the title in contents")
+            raise record.error("contents has a title, but no text")
     return Document(id, title, text, metadata=metadata_of(record))
 
 
@@ -112,7 +112,7 @@ class Passages(Sequence[Document]):
         self.ends = _ends(folder, places, remedy)
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
-            raise R3LiteError(f"{self.path} is shorter than it was when it was indexed", remedy)
+            raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy)
         with open(self.path, "rb") as file:
             self._text = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else b""
         places = len(self.ends)
@@ -156,7 +156,7 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
         with open(folder / PASSAGES, "rb") as file:
             ends = np.cumsum([len(line) for line in file], dtype=np.int64)
     if places is not None and len(ends) != places:
-        raise R3LiteError(f"{folder / PASSAGES} holds {len(ends)} passages, {places} were indexed", remedy)
+        raise R3LiteError(f"{folder / PASSAGES} has {len(ends)} passages, but {places} were indexed", remedy)
     if np.any(np.diff(ends, prepend=0) <= 0):
         raise R3LiteError(f"{path} is damaged", remedy)
     return ends

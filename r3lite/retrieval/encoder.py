@@ -135,8 +135,8 @@ class BertEncoder(FolderEncoder):
         super().__init__(name, style, batch_size)
         found = self.found
         if found.other:
-            remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"{found.folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
+            remedy = "Use a BERT, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
+            raise R3LiteError(f"{found.folder} is not a supported BERT encoder: {found.other}", remedy)
         self.model, self.device = load_bert(found.folder, DTYPES[dtype], device), device
         config = self.model.config
         length = min(found.max_length, config.max_position_embeddings - config.first_position)
@@ -189,10 +189,10 @@ class SentenceEncoder(FolderEncoder):
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         super().__init__(name, style, batch_size)
-        with extra("encoders", f"the encoder {name} ({self.found.other})", "Or use a BERT, as intfloat/e5-base-v2."):
+        with extra("encoders", f"the encoder {name} ({self.found.other})", "Or use intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
-        remedy, folder = "See that all files are there, the weights as safetensors.", str(self.found.folder)
+        remedy, folder = "Check that all its files are there and the weights are safetensors.", str(self.found.folder)
         # Exception: whatever a library and a folder of a stranger come to.
         with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
             self.model = SentenceTransformer(folder, device=device, local_files_only=True, model_kwargs=how)

@@ -98,8 +98,8 @@ def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> 
         for i in range(start, len(documents), BLOCK):
             made = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(made).all():
-                cause = f"the encoder {encoder.settings['encoder']} gives vectors that are not finite"
-                raise R3LiteError(cause, "Its weights may be damaged: fetch them again, or use another --encoder.")
+                cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
+                raise R3LiteError(cause, "Its weights may be damaged: download them again, or pass another --encoder.")
             yield made
 
 
@@ -113,14 +113,14 @@ def load(
     or if its parts do not belong together.
     """
     encoder_name, style, manifest = settings.encoder, settings.encoder_style, read_manifest(path)
-    rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {path}"
+    rebuild = f"build a new index: {BUILD} --encoder {encoder_name} --output ANOTHER_FOLDER"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
     is_hashing = encoder_name == HASHING
     # Asked before the encoder is loaded, which may take long.
     if is_hashing != (kept_encoder == HASHING):
         _refuse(path, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
     if style not in ("auto", kept_style) and not is_hashing:
-        _refuse(path, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
+        _refuse(path, "style", kept_style, style, f"Remove --encoder-style, or {rebuild} --encoder-style {style}")
     if is_hashing:
         encoder = HashingEncoder.load(path)
     elif known and known.settings.get("style") == kept_style:
@@ -135,7 +135,7 @@ def load(
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
     if not np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1).max() <= FURTHEST:  # nor if it is NaN
-        asked = f"{encoder_name} as it is now: the vectors differ"
+        asked = f"this version of {encoder_name}: the vectors differ"
         _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
 
@@ -164,11 +164,11 @@ def consistent(path: Path, read: Callable[["Folder"], T]) -> T:
 
 
 def read_manifest(path: Path) -> Record:
-    remedy = f"Build it: {BUILD} --output {path}"
-    with explained(R3LiteError, f"{path} is not an index that this version can read", remedy):
+    remedy = f"Build one in a new folder: {BUILD} --output FOLDER"
+    with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy):
         manifest = read_record(path / MANIFEST, remedy)
         if (version := manifest.whole("version")) != VERSION:
-            raise manifest.error(f"version {version} and not {VERSION}")
+            raise manifest.error(f"version {version}, not {VERSION}")
         for key in ("encoder", "fingerprint"):
             manifest.text(key)
         for key in ("dimension", "passages"):
@@ -221,22 +221,22 @@ class Folder:
         vectors = Vectors(base, added and open_vectors(added, "flat", self.remedy), self.deleted())
         dimension, indexed = manifest.whole("dimension"), manifest.whole("passages")
         if (passages := vectors.places - len(vectors.deleted)) != indexed:
-            raise self._unfit(f"{path.name} holds {passages} vectors for {indexed} passages")
+            raise self._unfit(f"{path.name} has {passages} vectors for {indexed} passages")
         if base.d != dimension:
-            raise self._unfit(f"{path.name} has {base.d} dimensions and not {dimension}")
+            raise self._unfit(f"{path.name} has {base.d} dimensions, not {dimension}")
         if None in self.digests.values() and not all(np.isfinite(b).all() for b in blocks_of(base)):  # an older index
-            raise self._unfit(f"{path.name} holds vectors that are not finite")
+            raise self._unfit(f"{path.name} has vectors that are not finite")
         if "probed" not in manifest:
             return vectors, {place: base.reconstruct(place) for place in probed(base.ntotal)}
         places = probed(manifest.whole("probed", low=1, high=vectors.places))
         check_regular(self.path / PROBES, self.remedy)
         kept = np.fromfile(self.path / PROBES, dtype="<f4")
         if len(kept) != len(places) * dimension:
-            raise self._unfit(f"{PROBES} has not {len(places)} vectors")
+            raise self._unfit(f"{PROBES} does not have {len(places)} vectors")
         return vectors, dict(zip(places, kept.reshape(-1, dimension), strict=True))
 
     def _unfit(self, problem: str) -> R3LiteError:
-        return R3LiteError(f"the index {self.path} does not fit together: {problem}", self.remedy)
+        return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy)
 
 
 def probed(places: int) -> list[int]:
@@ -266,7 +266,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     given = len(new)
     for there in opened.documents:
         if new.pop(there.id, there) != there:
-            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"First --delete {there.id}")
+            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"Also pass --delete {there.id}")
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), opened.vectors
@@ -296,9 +296,9 @@ def delete(path: Path, ids: Iterable[str]) -> int:
     numbers = [i for i, document in enumerate(passages) if document.id in wanted]
     if len(numbers) < len(wanted):
         lacking = min(wanted - {passages[i].id for i in numbers})
-        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
+        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "See the ids in its passages.jsonl.")
     if len(numbers) == len(passages):
-        raise R3LiteError(f"no passage of {path} would stay", "Remove the folder instead.")
+        raise R3LiteError(f"no passage of {path} would be left", "Delete the folder instead.")
     after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
     (path / name).write_bytes(after.tobytes())

@@ -37,7 +37,7 @@ class Lexical:
         for start in tqdm(range(0, len(documents), BLOCK), "reading words", unit="block", **BRIEF):
             words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
         if not any(words):
-            raise R3LiteError("no passage has a word that BM25 counts", "Use another --corpus or --retriever.")
+            raise R3LiteError("no passage has a word for BM25", "Use another --corpus or --retriever.")
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
         self.bm25.index(words, show_progress=False)
 

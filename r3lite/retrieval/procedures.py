@@ -20,7 +20,7 @@ from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.settings import ProcedureSettings
 
 TRIGGER, PRIORITY = 10.0, 0.5  # what a trigger that is there and a unit of priority add to a score
-REMEDY = "docs/procedures.md shows the form; python -m r3lite.procedures --procedures FILE checks it."
+REMEDY = "See docs/procedures.md; check the file with python -m r3lite.procedures --procedures FILE."
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_procedures(path: str | Path) -> list[Procedure]:
     Raises R3LiteError if one is not valid."""
     files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [path]
     if not files:
-        raise R3LiteError(f"the folder {path} holds no *.json file", REMEDY)
+        raise R3LiteError(f"the folder {path} has no *.json file", REMEDY)
     found: dict[str, Procedure] = {}
     for file in files:
         value = within(file, REMEDY, read_text(file, REMEDY))

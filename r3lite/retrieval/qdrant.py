@@ -24,7 +24,7 @@ TIMEOUT = 60  # seconds of a request
 QUERIES, PASSAGES = 64, 256  # of a request
 DISTANCES = ("Cosine", "Dot")  # of vectors of length 1 these are the same
 POINTS = uuid.UUID("6f3d5c0e-6c8c-5d0a-9f0e-7a3f1f0c2b11")  # the namespace of the points' ids
-REMEDY = "See that the server runs, that --retriever names it and the collection, and that QDRANT_API_KEY is its key."
+REMEDY = "Check that the server runs, and check its address, the collection and QDRANT_API_KEY."
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:
@@ -44,10 +44,10 @@ class Collection:
         self.address, self.encoder, self.models, parts = address, encoder, models, urlsplit(address)
         self.name, host = parts.path.strip("/"), parts.hostname
         if not host or not self.name or "/" in self.name:
-            raise R3LiteError(f"{address} is not the address of a collection", "Write qdrant://host:6333/collection.")
+            raise R3LiteError(f"{address} is not the address of a collection", "Pass qdrant://host:6333/collection.")
         key, encrypted = os.environ.get(KEY), parts.scheme == "qdrant+https"
         if key and not encrypted and host not in ("localhost", "127.0.0.1", "::1"):
-            raise R3LiteError(f"{KEY} would go to {host} without encryption", "Write qdrant+https://..., or unset it.")
+            raise R3LiteError(f"{KEY} would be sent to {host} unencrypted", f"Use qdrant+https://..., or unset {KEY}.")
         # A check of the server's version warns on stderr, and refuses nothing.
         given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}
         self.client = QdrantClient(host=host, port=parts.port or 6333, https=encrypted, **given)
@@ -59,14 +59,14 @@ class Collection:
             config = self.client.get_collection(self.name).config
         vectors, made = config.params.vectors, (config.metadata or {}).get("r3lite")
         if isinstance(vectors, dict) or vectors is None:
-            raise R3LiteError(f"{self.address} has several vectors a point, by names", "Use one with a single vector.")
+            raise R3LiteError(f"{self.address} has named vectors", "Use a collection with a single unnamed vector.")
         if vectors.distance not in DISTANCES or vectors.size != self.encoder.dimension:
-            there = f"vectors of {vectors.size} dimensions compared by {vectors.distance}"
-            cause = f"{self.address} holds {there}, and {now['encoder']} makes {self.encoder.dimension}, of length 1"
-            raise R3LiteError(cause, "Name the --encoder that it was filled with.")
+            there = f"vectors of {vectors.size} dimensions with {vectors.distance} distance"
+            cause = f"{self.address} has {there}, but {now['encoder']} needs {self.encoder.dimension} with Cosine"
+            raise R3LiteError(cause, "Pass the --encoder that it was filled with.")
         if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
             others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
-            raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
+            raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Pass that --encoder.")
 
     def create(self) -> None:
         """Makes the collection if it is not there."""
@@ -100,7 +100,7 @@ class Collection:
         return [[self._document(point) for point in reply.points] for reply in found]
 
     def _document(self, point) -> Document:
-        source = Source(f"{self.address}, point {point.id}", "Its payload must have a text.")
+        source = Source(f"{self.address}, point {point.id}", "The payload of each point must have a text.")
         record = Record(point.payload or {}, source)
         title, text = record.text("title", "", blank=True), record.text("text", blank=True)
         id, more = record.identifier("id", str(point.id)), metadata_of(record)

@@ -38,8 +38,8 @@ class QueryCache:
         self._working = True
         check_writable(self.path.absolute().parent)
         if self.path.exists():
-            check_regular(self.path, "Name a file for --query-cache.")
-        with explained(sqlite3.Error, f"--query-cache {path} cannot be used", "Name another one."):
+            check_regular(self.path, "Pass a file for --query-cache.")
+        with explained(sqlite3.Error, f"--query-cache {path} cannot be used", "Pass another file."):
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
@@ -65,7 +65,7 @@ class QueryCache:
     def line(self) -> str:
         """The same in words."""
         asked, share = self.asked, self.metrics().get("queries/cached_ratio", 0.0)
-        return f"{share:.0%} of {asked} queries were in {self.path}"
+        return f"{share:.0%} of {asked} queries were cached in {self.path}"
 
     def _read(self, key: bytes) -> np.ndarray | None:
         row = self._file.execute("SELECT vector FROM queries WHERE key = ?", (key,)).fetchone()
@@ -85,7 +85,7 @@ class QueryCache:
             return work() if self._working else None
         except sqlite3.Error as error:
             self._working = False
-            print(f"warning: on without --query-cache {self.path}: {error}", file=sys.stderr)
+            print(f"warning: continuing without --query-cache {self.path}: {error}", file=sys.stderr)
             return None
 
 

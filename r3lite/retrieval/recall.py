@@ -17,15 +17,15 @@ CUTS = (2, 5, 10)
 
 
 def check_output(output: Path, gap_report: str | None) -> None:
-    """Refuses, before anything is read, an output that is there already or cannot be written."""
+    """Refuses, before anything is read, an output that already exists or cannot be written."""
     if output.is_file():
-        raise R3LiteError(f"--output {output} is a file", "Name a folder.")
+        raise R3LiteError(f"--output {output} is a file", "Pass a folder.")
     for taken in ("recall.json", "manifest.json"):  # an earlier measurement; an index
         if (output / taken).exists():
-            raise R3LiteError(f"--output {output} holds a {taken} already", "Name a new folder.")
+            raise R3LiteError(f"--output {output} already has a {taken}", "Pass a new folder.")
     if gap_report:
         if Path(gap_report).exists():
-            raise R3LiteError(f"--gap-report {gap_report} is there already", "Name a new file.")
+            raise R3LiteError(f"--gap-report {gap_report} already exists", "Pass a new file.")
         check_writable(Path(gap_report).absolute().parent)
 
 
@@ -37,9 +37,9 @@ def measure(setup: Setup, known: list[Question], cuts: list[int], output: Path) 
     seconds = time.perf_counter() - start
     answered = [(q, found) for q, found in zip(known, outcomes, strict=True) if not isinstance(found, Failure)]
     if not answered:
-        raise R3LiteError(f"the retriever failed at every question: {outcomes[0].reason}")
+        raise R3LiteError(f"the retriever failed on every question: {outcomes[0].reason}")
     bare = f" ({len(setup.questions) - len(known)} without gold left out)" if len(setup.questions) > len(known) else ""
-    failed = f" ({len(known) - len(answered)} at which the retriever failed left out)"
+    failed = f" ({len(known) - len(answered)} left out because the retriever failed)"
     asked, found = zip(*answered, strict=True)
     recall = {str(k): mean_recall(asked, found, k) for k in cuts}
     print(f"questions  {len(answered)}{bare}{failed if len(answered) < len(known) else ''}")
@@ -106,6 +106,6 @@ def write_gaps(documents: Iterable[Document], known: list[Question], cuts: list[
     best = ", ".join(f"{value:.4f} at {k}" for k, value in found["best_recall_at"].items())
     lacking = f"{found['missing']} of {found['gold']} gold paragraphs of {len(found['questions'])} questions"
     print(f"the corpus lacks {lacking}")
-    print(f"the best recall that a retriever could have is {found['best_recall']:.4f}: {best}")
+    print(f"the best possible recall is {found['best_recall']:.4f}: {best}")
     write_json(path, found)
     print(f"written to {path}")

@@ -53,7 +53,7 @@ class Remote:
     """A server's ranking of passages."""
 
     def __init__(self, address: str):
-        remedy = "See that the server runs and that --retriever names its /retrieve, or use another retriever."
+        remedy = "Check that the server runs and that --retriever ends in /retrieve, or use another retriever."
         self.address, self._poster = address, Poster(address, remedy)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
@@ -92,7 +92,7 @@ class RemoteReranker:
     """The cross-encoder of a server of ours; it is asked once, so that a wrong address shows at once."""
 
     def __init__(self, address: str):
-        remedy = "See that the server runs with --rerank and that --rerank here names its /rerank, or leave it out."
+        remedy = "Check that the server runs with --rerank and that --rerank here ends in /rerank, or remove it."
         self._poster = Poster(address, remedy)
         self.scores([("r3lite", "r3lite")])
 

@@ -32,12 +32,12 @@ class CrossEncoder:
     """A BERT that scores a pair of a query and a passage, on the CPU: as its retriever, beside training."""
 
     def __init__(self, name: str, dtype: str = "fp32", batch_size: int = BATCH):
-        folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or leave --rerank out.")
+        folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or remove --rerank.")
         self.model, self.batch_size = load_bert_scorer(folder, DTYPES[dtype]), batch_size
         config, path = self.model.config, folder / "tokenizer.json"
         self.tokenizer = text_tokenizer(path, min(longest(folder), config.max_position_embeddings), config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
-            raise R3LiteError(f"{path} does not tell two texts apart, as a cross-encoder's does", REMEDY)
+            raise R3LiteError(f"{path} does not encode pairs of texts as a BERT cross-encoder does", REMEDY)
 
     @torch.inference_mode()
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:

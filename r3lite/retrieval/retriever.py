@@ -83,8 +83,8 @@ class Tolerant:
     def _failed(self, reason: str) -> Failure:
         self.in_a_row += 1
         if self.gives_up and self.in_a_row >= GIVE_UP:
-            remedy = "Mend that, and start again; a training run goes on with --resume auto."
-            raise R3LiteError(f"the retriever failed at {GIVE_UP} queries in a row: {reason}", remedy)
+            remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."
+            raise R3LiteError(f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy)
         if reason not in self.reasons:
             self.reasons.add(reason)
             print(f"warning: the retriever failed: {reason}", file=sys.stderr)

@@ -40,7 +40,7 @@ class Service:
     def _retrieved(self, request: Record) -> dict:
         queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
         if len(queries) > MOST_QUERIES or topk > self.most:
-            raise InvalidRecord(f"at most {MOST_QUERIES} queries and {self.most} documents of each (--top-k)")
+            raise InvalidRecord(f"at most {MOST_QUERIES} queries and {self.most} documents per query (--top-k)")
         with self.one_at_a_time:
             found = self.retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
         if failed := next((outcome for outcome in found if isinstance(outcome, Failure)), None):
@@ -63,7 +63,7 @@ def serve(setup: Setup, host: str, port: int) -> None:
     rerank = setup.reranker.scores if settings.rerank else None
     server = Server(Service(build_retriever(setup), rerank, settings.top_k), host, port)
     host, port = server.server_address[:2]
-    print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
+    print(f"serving     http://{host}:{port}/retrieve, {settings.top_k} documents per query (--top-k)", flush=True)
     if not server.on_loopback:
         print("warning: anyone who can reach this address can send queries", file=sys.stderr)
     with server:

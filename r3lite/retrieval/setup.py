@@ -49,12 +49,12 @@ class Setup:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
-            message = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
-            raise R3LiteError(message, "Name a --corpus in place of --context question.")
+            message = f"--context question needs paragraphs, but question {bare[0]} has none"
+            raise R3LiteError(message, "Pass a --corpus instead of --context question.")
         documents = corpus.from_questions(replace(q, documents=self._kept(q)) for q in self.questions)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
-            raise R3LiteError("there is nothing to retrieve from: questions in --data come without paragraphs", remedy)
+            raise R3LiteError("there is nothing to search: the questions in --data have no paragraphs", remedy)
         return self._fitting(documents)
 
     @cached_property
@@ -119,8 +119,7 @@ class Setup:
         index, named = self.settings.index, self.settings.corpus
         read = corpus.stream_corpora([named], self.skip_bad_rows)
         if named and corpus.fingerprint(read) != corpus.fingerprint(documents):
-            cause = f"the index {index} was not built of the corpus {named}"
-            raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
+            raise R3LiteError(f"the index {index} was not built from the corpus {named}", "Pass only one of them.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
@@ -135,8 +134,8 @@ class Setup:
         if rate is None:
             return question.documents
         if not question.gold:
-            remedy = "Leave it out, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
-            raise R3LiteError(f"--noise-rate needs gold paragraphs: question {question.id} has none", remedy)
+            remedy = "Remove it, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
+            raise R3LiteError(f"--noise-rate needs gold paragraphs, but question {question.id} has none", remedy)
         others = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
         return tuple(d for d in question.documents if d in others or question.gold_index(d) is not None)
 
@@ -190,7 +189,7 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     for text, condition in zip(conditions, parsed, strict=True):
         if condition.key not in known:
             cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}"
-            raise R3LiteError(cause, f"There are {', '.join(sorted(known)[:SHOWN])}.")
+            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(known)[:SHOWN])}.")
     if not fit.any():
-        raise R3LiteError(f"no passage fits --filter {', '.join(conditions)}", "Ask for less.")
+        raise R3LiteError(f"no passage matches --filter {', '.join(conditions)}", "Remove or relax a condition.")
     return fit

@@ -80,7 +80,7 @@ class Estimate:
     scratch: int  # on the disk while it is built
 
     def summary(self) -> str:
-        to_build = f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
+        to_build = f"{_size(self.build)} to build, without the encoder, and {_size(self.scratch)} of disk meanwhile"
         return f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, {to_build}"
 
 
@@ -121,7 +121,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     least = found[-1]
     least_mib = -(-max(least.search, least.build) >> 20)
     smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
-    cause = f"an index {least.summary()}: more than the budget of {_size(budget)}"
+    cause = f"the index does not fit in {_size(budget)}: {least.summary()}"
     raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
 
 
@@ -293,7 +293,7 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
         faiss.write_index(index, str(path))
     except RuntimeError as error:  # what FAISS makes of a full disk
         reason = str(error).strip().splitlines()[-1]
-        raise R3LiteError(f"{path} cannot be written: {reason}", "Make room; the same command then goes on.") from error
+        raise R3LiteError(f"{path} cannot be written: {reason}", "Free disk space, and run it again.") from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
@@ -304,5 +304,5 @@ def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> fai
     with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy):
         index = faiss.read_index(str(path), flags)
     if type(index).__name__ != CLASSES[kind] or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} of inner products", remedy)
+        raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} with inner products", remedy)
     return index

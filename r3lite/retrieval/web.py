@@ -45,7 +45,7 @@ class Exa:
     def __init__(self):
         if not (key := os.environ.get(EXA_KEY)):
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
-        self._poster = Poster(EXA, f"See that {EXA_KEY} is valid and that exa.ai is reached.", {"x-api-key": key})
+        self._poster = Poster(EXA, f"Check {EXA_KEY} and the connection to exa.ai.", {"x-api-key": key})
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """Pages with url, title and text, best first."""
@@ -75,7 +75,7 @@ class DuckDuckGo:
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
         # Exception: the package raises what its own libraries do.
-        with explained(Exception, "DuckDuckGo gives no documents", "Lower --web-rpm, or wait."):
+        with explained(Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait."):
             rows = search(query, max_results=count, backend="duckduckgo")
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
@@ -113,8 +113,8 @@ class Recorded:
         if (found := self._cache.recall(digest(asked), read)) is not None:
             return found
         if self._service is None:
-            remedy = "Leave --web-replay out, or name another --web-cache."
-            raise R3LiteError(f"no answer to this query is recorded in {self._cache.folder} ({kind})", remedy)
+            remedy = "Remove --web-replay, or pass another --web-cache."
+            raise R3LiteError(f"{self._cache.folder} has no result for this query ({kind})", remedy)
         self._limit.wait()
         found = self._service.pages(query, kind, count)
         self._cache.store(digest(asked), asked | {"pages": found})

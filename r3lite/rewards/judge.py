@@ -41,7 +41,7 @@ def read_verdict(data: Any, episode: Episode) -> Verdict:
     entries = grade.records("steps")
     numbers = [entry.whole("step") for entry in entries]
     if numbers != list(range(1, last + 1)):
-        raise grade.error(f"the steps are {shown(numbers)}; they must be those from 1 to {last}, in order")
+        raise grade.error(f"the steps are {shown(numbers)}; they must be 1 to {last}, in order")
     opinions = [_opinion(entry, step) for entry, step in zip(entries, episode.steps, strict=True)]
     return Verdict(grade.flag("answer_is_right") and bool(episode.prediction), tuple(opinions))
 
@@ -114,8 +114,8 @@ class Judge:
     def _watch(self, reply: Reply) -> None:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
-            remedy = "Raise --judge-max-calls or --judge-max-cost and run again; what was judged is in the cache."
-            raise R3LiteError(f"the judge may not be asked any more: {reply.detail}", remedy)
+            remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
+            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
         self._has_succeeded |= reply.failure is None
         if reply.cached:
             return
@@ -130,10 +130,10 @@ class Judge:
     def _failing(self) -> R3LiteError:
         """The error that says how many of the latest calls failed, and why."""
         failures = Counter(reply.failure for reply in self._latest if reply.failure)
-        reasons = "; ".join(f"{times} times {FAILURES[kind]}" for kind, times in failures.most_common())
+        reasons = "; ".join(f"{times} x {FAILURES[kind]}" for kind, times in failures.most_common())
         detail = next((reply.detail for reply in reversed(self._latest) if reply.detail), "")
         cause = f"{failures.total()} of the last {len(self._latest)} calls of the judge failed: {reasons}"
-        remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; what was judged is in the cache."
+        remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; finished verdicts are cached."
         return R3LiteError(f"{cause} ({detail})" if detail else cause, remedy)
 
 
@@ -156,8 +156,8 @@ def build_judge(
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):
-            cause = "--outcome-judge, --process-judge or --rewards needs what a judge says, and there is no judge"
-            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or leave them out.")
+            cause = "--outcome-judge, --process-judge or --rewards needs a judge, but --judge is none"
+            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.")
         return None
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

@@ -76,7 +76,7 @@ class NamedReward:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
             cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
-            raise R3LiteError(cause, f"It happened in {place.filename}, line {place.lineno}. Mend it.") from error
+            raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.") from error
         if found is None:
             return None
         steps = len(episode.steps)
@@ -109,11 +109,11 @@ def _named(entry: RewardEntry) -> NamedReward:
     parameters = {key: value for key, value in entry.items() if key not in ("name", "weight", FIRST_WEIGHT)}
     for key, value in parameters.items():
         if key not in settable:
-            known = f"it has {', '.join(settable)}" if settable else "it has none"
+            known = f"choose from {', '.join(settable)}" if settable else "it has none"
             raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {known}")
         _check_kind(f"{key} of the reward {name}", value, settable[key])
     if missing := [key for key, default in settable.items() if default is inspect.Parameter.empty and key not in entry]:
-        raise UsageError(f"the reward {name} needs its parameter {missing[0]}, which has no default")
+        raise UsageError(f"the reward {name} needs the parameter {missing[0]}")
     return NamedReward(name, weight, function, parameters, judged)
 
 
@@ -130,8 +130,8 @@ def _load(name: str) -> RewardFunction:
     """The function of a name; a user's module is looked for in the current folder first, as `python -m` does."""
     if ":" not in name:
         if name not in REWARDS:
-            own = "docs/rewards.md has them all, and package.module:function is one of your own"
-            raise UsageError(f"no reward is named {name!r}{nearest(name, REWARDS)}; {own}")
+            own = "see docs/rewards.md, or pass your own as package.module:function"
+            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {own}")
         return REWARDS[name]
     module_name, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -140,10 +140,9 @@ def _load(name: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            where = f"in {os.getcwd()} or among the installed packages"
-            raise UsageError(f"the reward {name}: there is no module {error.name} {where}") from None
-        cause = f"{module_name}, which has the reward {name}, cannot be imported: {type(error).__name__}: {error}"
-        raise R3LiteError(cause, "Mend the module.") from error
+            raise UsageError(f"the reward {name}: no module {error.name} in {os.getcwd()} or installed") from None
+        cause = f"the module of the reward {name} cannot be imported: {type(error).__name__}: {error}"
+        raise R3LiteError(cause, "Fix the module.") from error
     if not hasattr(module, function):
         raise UsageError(f"{module_name} has no {function}{nearest(function, vars(module))}")
     return getattr(module, function)

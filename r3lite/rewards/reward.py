@@ -33,8 +33,8 @@ class Scored:
     def __post_init__(self):
         for reward in self.steps:
             if not abs(reward) <= MOST:
-                remedy = f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em."
-                raise R3LiteError(f"the reward of a step is {reward}, which nothing can be learned from", remedy)
+                remedy = "Lower the weights of the rewards, such as --outcome-em."
+                raise R3LiteError(f"the reward of a step is {reward}; it must be finite and at most {MOST:.0e}", remedy)
 
     @property
     def total(self) -> float:
@@ -130,5 +130,5 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
     pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
     for reward in named_rewards(settings):
         if pairs and all(reward.rewards(e, v) is None for e, v in pairs):
-            remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
+            remedy = "The questions lack what it needs, such as gold paragraphs: remove it, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)

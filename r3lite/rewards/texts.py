@@ -31,7 +31,7 @@ def length_penalty(episode: Episode, most: int = 300) -> float:
 def language_penalty(episode: Episode) -> float:
     """Minus the share of letters in another script than those of the question and its gold answers, 0 to -1.
 
-    It tells scripts apart, not languages: English and French are the same to it.
+    It distinguishes scripts, not languages: English and French are the same to it.
     """
     own = set(map(_script, _letters(" ".join([episode.question.text, *episode.question.answers]))))
     letters = _letters(_written(episode))

@@ -134,7 +134,7 @@ class ReplayBuffer:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict) -> None:
-        record = Record(state, Source("the checkpoint's replay buffer", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}
         for place, kept in enumerate(record.records("questions")):

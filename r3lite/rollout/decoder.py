@@ -84,18 +84,18 @@ class GraphDecoder(Decoder):
             replay, hidden = self.capture(step)
         except RuntimeError as error:
             if _ran_out_of_memory(error):
-                raise torch.OutOfMemoryError(f"no memory is left for a CUDA graph: {error}") from error
+                raise torch.OutOfMemoryError(f"out of memory for a CUDA graph: {error}") from error
             return self._give_up(str(error))
         replay()
         cosine = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1).min()
         if not cosine >= LEAST_COSINE:
-            return self._give_up("their results differ from the model's")
+            return self._give_up("they compute different numbers")
         self.graphs[rows, used] = replay, hidden
         return True
 
     def _give_up(self, reason: str) -> bool:
         """Has the model called from now on, and says why; returns False."""
-        print(f"warning: decoding goes on without CUDA graphs: {reason}".splitlines()[0], file=sys.stderr)
+        print(f"warning: decoding continues without CUDA graphs: {reason}".splitlines()[0], file=sys.stderr)
         self.works = False
         return False
 

@@ -191,8 +191,8 @@ class Engine:
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
         where = explain_overflow(self.model, lambda: self.model(tokens))
-        remedy = "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter."
-        raise NotFinite(f"question {sequence.question.id}: the model's output is not a number: {where}", remedy)
+        remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
+        raise NotFinite(f"question {sequence.question.id}: the model's logits are not finite: {where}", remedy)
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""

@@ -21,10 +21,7 @@ from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import Adapter, Ticket, identity_of, sequence_from_json, tickets_to_json
 
 LARGEST = 512 << 20  # bytes of a reply
-REMEDY = (
-    "See that it runs and that --rollout-server names it; if it has a token, R3LITE_TOKEN must be the same on both "
-    "sides. The run goes on with --resume auto."
-)
+REMEDY = "Check that it runs, its address in --rollout-server and R3LITE_TOKEN; then continue with --resume auto."
 
 
 class Worker:
@@ -46,7 +43,7 @@ class Worker:
         self.has, dtype, pairs = self.link.ask("/version", None, "a worker of this version of r3lite", read)
         if other := [f"{name} is {value} (here {ours})" for name, value, ours in pairs if value != ours]:
             remedy = "Start the worker with the flags of this run, or give both the same --config."
-            raise R3LiteError(f"the rollout worker {self.link.url} differs: {'; '.join(other)}", remedy)
+            raise R3LiteError(f"the rollout worker {self.link.url} has other settings: {'; '.join(other)}", remedy)
         return f"{self.link.url} (r3lite, {dtype})"
 
     def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
@@ -57,7 +54,7 @@ class Worker:
                 return None
             episodes = reply.records("episodes")
             if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
-                raise InvalidRecord(f"not {len(tickets)} episodes of the adapter {adapter.version}")
+                raise InvalidRecord(f"these are not {len(tickets)} episodes of the adapter {adapter.version}")
             return [sequence_from_json(e, t.question, t.place) for e, t in zip(episodes, tickets, strict=True)]
 
         asked = tickets_to_json(tickets) | {"identity": identity_of(self.facts), "adapter": adapter.version}
@@ -68,7 +65,7 @@ class Worker:
             if (made := self.link.ask("/sample", asked, "a rollout worker", read)) is not None:
                 return made
             self.check()
-        raise Unanswered(f"{self.link.url} is given other adapters by another run", REMEDY, passes=True)
+        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True)
 
 
 class RemoteEngine:
@@ -154,5 +151,5 @@ class RemoteEngine:
                     reason, free = error.cause, [other for other in free if other is not server]
                     todo.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])
-                    tqdm.write(f"warning: {reason}; its episodes are sampled by another server", file=sys.stderr)
+                    tqdm.write(f"warning: {reason}; another server samples its episodes", file=sys.stderr)
         return [sequence for start in sorted(found) for sequence in found[start]]

@@ -24,7 +24,7 @@ from r3lite.rollout.wire import Adapter, Ticket
 from r3lite.settings import PpoConfig
 
 COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
-START = f"Start it with: {COMMAND}, where the run's --output is at the same path."
+START = f"Start it with: {COMMAND}. It must see the run's --output at the same path."
 RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
 # Of each completion: nothing is truncated or penalized, and all that was sampled is returned.
 NEUTRAL = {
@@ -32,7 +32,7 @@ NEUTRAL = {
     "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
     "return_token_ids": True, "logprobs": 0,
 }  # fmt: skip
-UPDATE = "Update vLLM: it must know return_token_ids."
+UPDATE = "Update vLLM to a version with return_token_ids."
 TRIES = 100  # of one turn
 
 
@@ -57,9 +57,10 @@ class VllmServer:
 
         name, root, most = self.link.ask("/v1/models", None, "vLLM", read, START)
         if Path(root).name != Path(model).name:
-            raise R3LiteError(f"{url} serves {root}, and --model is {model}", "Start vLLM with the same model.")
+            raise R3LiteError(f"{url} serves {root}, but --model is {model}", "Start vLLM with the same model.")
         if most < lengths.max_length:
-            raise R3LiteError(f"{url} takes {most} tokens, and --max-length is {lengths.max_length}", "Lower that.")
+            cause = f"--max-length is {lengths.max_length}, but {url} takes at most {most} tokens"
+            raise R3LiteError(cause, f"Pass --max-length {most}, or start vLLM with a larger --max-model-len.")
         self._check_logprobs(name)
         return f"{url} (vLLM {self.link.ask('/version', None, 'vLLM', lambda reply: reply.text('version'))})"
 
@@ -72,7 +73,7 @@ class VllmServer:
         for temperature in (1.0, self.config.sampling.temperature):
             found.append(self.link.ask("/v1/completions", asked | {"temperature": temperature}, "vLLM", _logprobs))
         if found[0] == found[1] != [0.0]:
-            raise R3LiteError(f"{self.link.url} gives log-probabilities from before --temperature", RAW)
+            raise R3LiteError(f"{self.link.url} returns log-probabilities without --temperature", RAW)
 
     def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
         """The episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
@@ -134,7 +135,7 @@ class VllmServer:
                 sequence.values.append(0.0)
                 if layout.turn_is_over(sequence):
                     return
-        raise R3LiteError(f"{self.link.url} ends a turn of question {sequence.question.id} {TRIES} times", START)
+        raise R3LiteError(f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START)
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
         """Tokens that go on from a sequence, with their log-probabilities."""
@@ -150,10 +151,10 @@ class VllmServer:
     def _tokens(self, reply: Record) -> list[tuple[int, float]]:
         ids, logprobs = reply.records("choices")[0].items("token_ids"), _logprobs(reply)
         if (model := reply.text("model")) != self.name:
-            raise InvalidRecord(f"the model is {model}, and not {self.name}")
+            raise InvalidRecord(f"the model is {model}, not {self.name}")
         numbers = all(type(i) is int for i in ids) and all(type(x) in (int, float) for x in logprobs)
         if len(ids) != len(logprobs) or not numbers:
-            raise InvalidRecord("token_ids and token_logprobs are not a number for each token")
+            raise InvalidRecord("token_ids and token_logprobs must have one number for each token")
         return list(zip(ids, map(float, logprobs)))
 
 

@@ -116,11 +116,11 @@ def sequence_from_json(record: Record, question: Question, place: int = 0) -> Se
     mask = [written == "1" for written in record.text("actions")]
     logprobs = record.items("logprobs")
     if not all(type(x) in (int, float) and math.isfinite(x) and x <= 1e-3 for x in logprobs):
-        raise record.wrong("logprobs", "a list of logarithms of probabilities")
+        raise record.wrong("logprobs", "a list of log-probabilities")
     steps = [Step.from_json(step) for step in record.records("steps")]
     counts = (len(mask), sum(mask), len(ends)) == (len(tokens), len(logprobs), len(steps))
     if not counts or ends != sorted(ends) or not all(end < len(tokens) for end in ends):
-        raise record.error("its tokens, actions, logprobs and steps do not fit one another")
+        raise record.error("tokens, actions, logprobs and steps are inconsistent")
     return Sequence(
         question, tokens, mask, steps, ends, record.choice("finish", (ANSWERED, CUT_OFF, MALFORMED)),
         failure=record.text("failure", None), stream=random.Random(0), logprobs=[float(x) for x in logprobs],

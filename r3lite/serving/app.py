@@ -102,7 +102,7 @@ def add_errors(app: FastAPI) -> None:
             return failure(Refusal(error.status_code, "http_error", str(error.detail)))
         if isinstance(error, RequestValidationError):
             return failure(Refusal(400, "invalid_request", problem_of(request, error)))
-        return failure(Refusal(500, "failed", "Something went wrong here. The server's log says what."))
+        return failure(Refusal(500, "failed", "Internal error. See the server's log."))
 
     for kind in (Refusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)

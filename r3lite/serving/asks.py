@@ -60,7 +60,7 @@ class Answer:
     sources: list[Source]
     finish: str
     why: str | None
-    failed: bool  # the retriever failed at a query
+    failed: bool  # the retriever failed on a query
     prompt_tokens: int  # given: the prompt and the documents
     completion_tokens: int  # written by the model
     mode: str = field(kw_only=True)

@@ -50,9 +50,9 @@ class Places:
     def take(self, client: str) -> None:
         """Takes a place; raises Refusal if there is none."""
         if self.taken.total() >= self.most:
-            raise Refusal(503, "overloaded", "Too many questions are being answered. Try again soon.", 5)
+            raise Refusal(503, "overloaded", "The server is busy. Try again soon.", 5)
         if self.taken[client] >= self.most_of_client:
-            raise Refusal(429, "too_many_at_once", "Too many of your questions are being answered. Wait.", 5)
+            raise Refusal(429, "too_many_at_once", "You have too many questions in progress. Wait for an answer.", 5)
         self.taken[client] += 1
 
     def free(self, client: str) -> None:
@@ -114,14 +114,14 @@ class Desk:
         With `retry` the last turn of the conversation is tried again.
         """
         if not text.strip():
-            raise Refusal(400, "empty", "There is nothing to answer: the question is empty.")
+            raise Refusal(400, "empty", "The question is empty.")
         mode = route(text, self.modes) if mode == AUTO else mode
         if mode not in self.modes:
-            why = "This server has nothing to search" if mode in MODES else f"There is no mode {mode[:40]!r}"
-            raise Refusal(400, "unknown_mode", f"{why}; the modes are {', '.join((*self.modes, AUTO))}.")
+            why = "This server cannot search" if mode in MODES else f"Unknown mode {mode[:40]!r}"
+            raise Refusal(400, "unknown_mode", f"{why}; choose from {', '.join((*self.modes, AUTO))}.")
         if adapter is not None and adapter not in self.adapters:
             named = ", ".join(self.adapters)
-            raise Refusal(400, "unknown_adapter", f"There is no adapter {adapter[:40]!r}; there are {named}.")
+            raise Refusal(400, "unknown_adapter", f"Unknown adapter {adapter[:40]!r}; choose from {named}.")
         earlier = self.conversations.messages(conversation, all_but_last=retry)
         return Ask(text, mode, adapter or self.modes[mode], earlier, conversation, retry)
 
@@ -141,7 +141,7 @@ class Desk:
             while True:
                 event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
                 if event is None:
-                    raise Refusal(500, "failed", "Something went wrong here. The server's log says what.")
+                    raise Refusal(500, "failed", "Internal error. See the server's log.")
                 is_last = isinstance(event, Answer)
                 if is_last and event.final_answer and ask.conversation is not None:
                     self.conversations.add(ask.conversation, ask.text, event.final_answer, ask.retry)
@@ -151,7 +151,7 @@ class Desk:
         except R3LiteError as error:  # of `prepare`
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
         except TimeoutError as error:
-            late = f"The answer took longer than {self.limits.request_seconds:g} seconds, and was stopped."
+            late = f"The answer was stopped after {self.limits.request_seconds:g} seconds."
             raise Refusal(504, "timeout", late) from error
         finally:
             job.stopped = True

@@ -55,7 +55,7 @@ def whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half a character") from error
+        raise ValueError("it contains half of a surrogate pair") from error
     return text
 
 
@@ -102,7 +102,7 @@ class Guard:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.token.encode())
         if scheme.lower() != "bearer" or not right:
-            raise Refusal(401, "invalid_api_key", "This server needs a token: Authorization: Bearer ...")
+            raise Refusal(401, "invalid_api_key", "The token is missing or wrong: send Authorization: Bearer TOKEN.")
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body; Refusal if it is too large, before more of it is read."""

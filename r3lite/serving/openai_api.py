@@ -105,8 +105,8 @@ def names_of(desk: Desk) -> list[str]:
 def check_model(name: str, names: list[str]) -> None:
     """Raises Refusal if there is no model of that name."""
     if name not in names:
-        known = ", ".join(names)
-        raise Refusal(404, "model_not_found", f"The model {name[:80]!r} does not exist; there are {known}.")
+        message = f"The model {name[:80]!r} does not exist; choose from {', '.join(names)}."
+        raise Refusal(404, "model_not_found", message)
 
 
 def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
@@ -116,7 +116,7 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     for number, message in enumerate(body.messages):
         refuse_extras(message, f"messages.{number}.")
     if body.messages[-1].role != "user":
-        raise Refusal(400, "invalid_request", "The last message must be of the user.")
+        raise Refusal(400, "invalid_request", "The last message must have the role user.")
     mode, _, adapter = body.model.partition("/")
     ask = desk.settled(body.messages[-1].text, mode, adapter or None)
     instructions = "\n\n".join(m.text for m in body.messages if m.role in ("system", "developer") and m.text)
@@ -124,7 +124,7 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     said = tuple({"role": m.role, "content": m.text} for m in body.messages[:-1] if m.role in ("user", "assistant"))
     most = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, most):
-        raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens mean the same: pass one of them.")
+        raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens differ: pass one of them.")
     drawn = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
     return replace(ask, earlier=system + said, max_tokens=most, **drawn)
 

@@ -22,7 +22,7 @@ class Growing:
     turns: list[str] = field(default_factory=lambda: [""])
 
     def hear(self, piece: str) -> None:
-        """Takes a piece of the current turn and tells it, with what the turn means so far."""
+        """Takes a piece of the current turn and sends it, with what it means so far."""
         self.turns[-1] += piece
         if self.tell is None:
             return
@@ -32,7 +32,7 @@ class Growing:
         self.tell({"type": "text", "text": piece, **so_far, "answer": step.answer})
 
     def look(self, transcript: Transcript) -> None:
-        """Takes the end of a step and tells it, with the passages of its query."""
+        """Takes the end of a step and sends it, with the passages of its query."""
         self.turns.append("")
         if self.tell is None:
             return

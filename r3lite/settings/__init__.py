@@ -38,10 +38,10 @@ class SamplingConfig(CommandConfig):
 
 
 class SftConfig(CommandConfig):
-    """Fine-tunes a model on trajectories that `collect` wrote: the step format, and quoting documents.
+    """Fine-tunes a model on trajectories written by `collect`, to teach it the step format.
 
-    --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
-    R1. The loss is on what the assistant wrote.
+    --data can also be conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
+    R1. Only the assistant's tokens are trained on.
     """
 
     model: ModelSettings = ModelSettings()
@@ -68,10 +68,10 @@ class SftConfig(CommandConfig):
 
 
 class PpoConfig(CommandConfig):
-    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
-    and is rewarded for right answers, for finding the gold paragraphs and for well-formed steps.
+    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever, and
+    is rewarded for correct answers, retrieved gold paragraphs and well-formed steps.
 
-    Start from an SFT adapter (--adapter): a small model that does not know the step format never gets a reward.
+    Start from an SFT adapter (--adapter): a small model that does not know the step format gets no reward.
     """
 
     schedule: Schedule = Schedule(max_steps=200)
@@ -107,9 +107,8 @@ class PpoConfig(CommandConfig):
 class RolloutWorkerConfig(CommandConfig):
     """Samples episodes for `python -m r3lite.ppo --rollout-server http://HOST:8100`, which runs on another machine.
 
-    Give it the model, format, lengths, temperature and retrieval of that run, by the same flags or the same --config;
-    the adapter comes over HTTP. What the two must have in common and do not is refused by its name, as is an adapter of
-    another base.
+    Pass the model, format, lengths, temperature and retrieval settings of that run, by flags or with the same --config;
+    the run sends the adapter over HTTP and stops with an error if a setting differs.
     """
 
     listen: ListenSettings = ListenSettings(port=8100)
@@ -124,12 +123,12 @@ class RolloutWorkerConfig(CommandConfig):
 
 
 class CollectConfig(SamplingConfig):
-    """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
+    """Writes trajectories for SFT, one JSON object per line: question, steps with documents, answer.
 
-    --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
-    teacher. --source teacher samples them from --judge-model, of Gemini or with --judge openai of another server, whose
-    key is read from the environment. --source self samples them from --model with --adapter, which needs no key.
-    --teacher-logprobs writes what --model would have said along trajectories that are there already.
+    --source gold makes them from questions with decompositions or supporting facts (MuSiQue, HotpotQA,
+    2WikiMultiHopQA), without a model. --source teacher samples them from --judge-model, of Gemini or, with --judge
+    openai, of another server; the API key is read from the environment. --source self samples them from --model with
+    --adapter. --teacher-logprobs instead writes the token distributions of --model for existing trajectories.
     """
 
     data: NewQuestionSettings = NewQuestionSettings()
@@ -142,10 +141,10 @@ class CollectConfig(SamplingConfig):
 class EvaluateConfig(SamplingConfig):
     """Answers questions step by step with a retriever, greedily by default, and scores the answers.
 
-    Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
-    each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl (every
-    answer with its steps, documents and scores) to --output. The search that a --baseline makes for the model counts as
-    a well-formed step. --compare A B only compares two evaluations. docs/evaluation.md has the formulas.
+    Writes to --output: scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches
+    and more, each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl
+    (every answer with its steps, documents and scores). --compare A B compares two evaluations instead. See
+    docs/evaluation.md for the formulas.
     """
 
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -157,9 +156,9 @@ class EvaluateConfig(SamplingConfig):
 class AskConfig(SamplingConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
-    Shows its reasoning while it is sampled, the documents that each query brings, and the answer. Ctrl-C at the prompt
-    ends; in the middle of an answer it stops that answer. Format, prompts, index and encoder are not taken from the
-    adapter's run: pass the ones that it was trained with.
+    Prints the reasoning as it is sampled, the documents found by each query, and the answer. Ctrl-C stops an answer; at
+    the prompt it exits. Format, prompts, index and encoder are not read from the adapter's run: pass those that it was
+    trained with.
     """
 
     ask: AskSettings = AskSettings()
@@ -170,8 +169,8 @@ class ServeConfig(SamplingConfig):
     """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
     The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
-    /v1/chat/completions is OpenAI's. Format, prompts, index and encoder are not taken from the adapters' runs: pass
-    those that they were trained with. Ctrl-C or SIGTERM ends, after the answers under way.
+    /v1/chat/completions is compatible with OpenAI's. Format, prompts, index and encoder are not read from the adapters'
+    runs: pass those that they were trained with. Ctrl-C or SIGTERM stops the server after the running answers.
     """
 
     server: ServerSettings = ServerSettings()
@@ -181,12 +180,13 @@ class ServeConfig(SamplingConfig):
 
 
 class TunePromptConfig(SamplingConfig):
-    """Improves a prompt: has a critic say what in it makes the model fail, and write better ones, round after round.
+    """Improves a prompt over several rounds: a critic model explains failed episodes and rewrites the prompt.
 
-    The critic is named by --judge (gemini, openai or local) and limited by --judge-max-calls and --judge-max-cost. Each
-    prompt is scored on --eval-data. Writes best_prompt.txt, history.json (every prompt, the critique that it was made
-    of, its score with an interval, and what each round gained) and candidates/ (each prompt as a file, with its
-    predictions) to --output. The same command again goes on where a run was stopped. docs/tune_prompt.md has more.
+    Choose the critic with --judge (gemini, openai or local) and limit it with --judge-max-calls and --judge-max-cost.
+    Failures are sampled on --data, and each prompt is scored on --eval-data. Writes to --output: best_prompt.txt,
+    history.json (every prompt with its critique and its score with an interval, and the gain of each round) and
+    candidates/ (each prompt as a file, with its predictions). The same command continues an interrupted run. See
+    docs/tune_prompt.md.
     """
 
     tuning: TuningSettings = TuningSettings()
@@ -195,10 +195,11 @@ class TunePromptConfig(SamplingConfig):
 
 
 class QuickstartConfig(CommandConfig):
-    """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
+    """Teaches a tiny model, which comes with r3lite, to answer multi-hop questions about an invented world.
 
-    Runs collect -> index -> SFT -> RL on two CPU cores, evaluates after each stage on questions about entities that
-    training never saw, and prints a table. No download, no key. An algorithm with a teacher has one trained first.
+    Runs collect, index, SFT and RL on two CPU cores, evaluates each stage on questions about entities that are not in
+    the training data, and prints a table. Needs no download and no API key. If --algorithm needs a teacher, it is
+    trained first.
     """
 
     common: Common = Common(preset="tiny")

@@ -13,14 +13,14 @@ Few = Annotated[int, Bounds(low=1, high=100)]
 
 
 class PrepareSettings(Section):
-    """Preparing."""
+    """Splits."""
 
     held_out: str | None = None
-    """source of --dev-size and --test-size; by default the validation split of a known data set, else --data itself"""
+    """source of --dev-size and --test-size; default: the validation split of a known data set, else --data"""
     train_size: Count | None = None
-    """questions to train on, drawn by --seed; none: all that there are"""
+    """training questions, sampled with --seed; none: all"""
     dev_size: Count = 300
-    """questions to choose by while training, as for --eval-data"""
+    """questions for validation during training, as for --eval-data"""
     test_size: Count = 500
     """test questions, for one evaluation at the end"""
 
@@ -29,55 +29,55 @@ class SftSettings(Section):
     """Supervised fine-tuning."""
 
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 2
-    """most rows of one backward pass, laid end to end"""
+    """maximum rows per backward pass, packed end to end"""
     gradient_accumulation: Annotated[int, Bounds(low=1, high=4096)] = 8
-    """rows of one optimizer step, in units of --batch-size"""
+    """batches of --batch-size rows per optimizer step"""
     max_length: Tokens = 2048
-    """most tokens of a row; longer ones get shorter documents, or are left out if that is not enough"""
+    """maximum tokens of a row; the documents of longer rows are shortened; rows that are still too long are left out"""
     max_document_tokens: Tokens = 160
-    """most tokens of one document; longer ones are cut"""
+    """maximum tokens in a document; longer documents are cut"""
     validation_fraction: Annotated[float, Bounds(low=0, high=0.5)] = 0.05
-    """share of the questions held out for the validation loss; at most half, as the rest is trained on"""
+    """share of the rows held out for the validation loss; rows of one question stay together"""
     validation_rows: Whole = 64
-    """most rows held out; 0: none"""
+    """maximum rows held out; 0: none"""
     validate_every: Count = 50
-    """steps between validation losses; one more at the end"""
+    """steps between validations; there is also one at the end"""
 
 
 class CollectSettings(Section):
-    """Collecting."""
+    """Trajectories."""
 
     source: Literal["gold", "teacher", "self"] = "gold"
-    """gold: from the data set's decompositions or supporting facts, of at most --max-hops hops; teacher: sampled from
-    --judge-model; self: sampled from --model with --adapter. Of the last two, wrong and malformed ones are rejected,
-    and the same settings with the same --output go on where an earlier run stopped"""
+    """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
+    --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed trajectories, and
+    continue an earlier run with the same settings and --output"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
-    """of gold; evidence: the question itself is searched first, then names that are missing, and analyses write down
-    the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
+    """for --source gold; evidence: search the question itself first, then names that are missing, and write down the
+    facts found; sub-questions: search the sub-questions of the decomposition (dag always does)"""
     insert_gold: bool = False
-    """a gold paragraph that a sub-question misses joins its documents; else the question is dropped (sub-questions)"""
+    """add the gold paragraph if a sub-question does not find it; otherwise the question is dropped (sub-questions)"""
     hurried_share: Fraction = 0.0
-    """share of gold trajectories that answer one hop early, like a hasty teacher; for experiments (sub-questions)"""
+    """share of trajectories that answer one hop too early, like a hasty teacher; for experiments (sub-questions)"""
     attempts: Few = 4
-    """tries of the teacher at a question; each after the first is asked for another way"""
+    """maximum tries per question; after the first, the teacher is asked to try another way"""
     without_search: Literal["keep", "drop"] = "keep"
-    """trajectories that answer without a search; a teacher that does so is asked again"""
+    """whether to keep trajectories without a search; with drop, the teacher is asked again"""
     min_f1: Fraction = 0.8
-    """an answer of a teacher or of the model itself is right when it is an exact match or has this F1"""
+    """F1 from which an answer counts as correct, besides an exact match"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
-    """episodes that the model itself samples per question"""
+    """episodes sampled per question"""
     keep: Annotated[int, Bounds(low=1, high=1024)] = 2
-    """most of them that are kept of a question, the shortest, no two with the same queries"""
+    """maximum trajectories kept per question: the shortest with different queries"""
 
 
 class TeacherCacheSettings(Section):
-    """Log-probabilities of a teacher."""
+    """A teacher's log-probabilities."""
 
     teacher_logprobs: str | None = None
-    """folder to write, for `ppo --algorithm dgpo`: the distributions of --model, with --adapter, along the trajectories
-    of --data; too long ones get shorter documents or are left out; the same command goes on where it stopped"""
+    """folder to write for `ppo --algorithm dgpo`: the token distributions of --model, with --adapter, along the
+    trajectories in --data. Trajectories that are too long get shorter documents or are left out"""
     teacher_top: Top = 32
-    """how many of the likeliest tokens of a distribution are kept"""
+    """number of most likely tokens kept of each distribution"""
 
 
 # What a reader calls the values of --baseline.
@@ -105,84 +105,84 @@ class EvaluateSettings(Section):
     }
 
     baseline: Literal["none", "rag", "closed-book", "gold", "no-retrieval", "single-retrieval"] = "none"
-    """none: the model decides; rag: a plain chat in place of --format, with the documents of one retrieval for the
-    question, and a short answer; closed-book: the same without documents; gold: with the gold paragraphs; no-retrieval:
-    in --format, the answer is forced at once; single-retrieval: after one retrieval for the question"""
+    """none: the model decides; rag: a plain chat instead of --format, with the documents of one retrieval for the
+    question, and a short answer; closed-book: without documents; gold: with the gold paragraphs; no-retrieval:
+    --format, but an immediate answer; single-retrieval: --format, but an answer after one retrieval for the question"""
     bert_score: str | None = None
-    """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
+    """also compute BERTScore with this encoder: folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None
-    """two evaluation folders or prediction files of the same questions to compare; needs no model and no --data"""
+    """compare two evaluation folders or prediction files of the same questions; needs neither a model nor --data"""
 
 
 class TuningSettings(Section):
-    """Prompt optimisation."""
+    """Prompt optimization."""
 
     improve: Literal["init_prompt", "step_prompt"] = "init_prompt"
-    """the prompt that is improved, from the file that is named for it or, without one, the format's own"""
+    """prompt to improve, starting from the file passed for it (--init-prompt, --step-prompt) or the format's own"""
     eval_data: Annotated[
-        str | None, Required("questions that the prompts are scored on, other than those of --data")
+        str | None, Required("pass a question file to score prompts on, with other questions than --data")
     ] = None
-    """question file, or name,subset,split, on which every prompt is scored"""
+    """question file, or name,subset,split, on which prompts are scored"""
     eval_questions: Count = 100
-    """most questions of --eval-data that a prompt is scored on, drawn with --seed"""
+    """maximum questions of --eval-data per score, sampled with --seed"""
     metric: Literal["f1", "em"] = "f1"
-    """score by which prompts are chosen"""
+    """score that ranks the prompts"""
     rounds: Few = 3
     """rounds of critiques, edits and scores"""
     beam: Few = 4
-    """best prompts of all so far, which a round goes on from"""
+    """number of best prompts so far that a round continues from"""
     branch: Few = 4
-    """new prompts that a round makes of each of them"""
+    """new prompts per round from each of them"""
     sampled_questions: Count = 32
-    """most questions of --data, drawn anew in each round, that each prompt of the beam is tried on to be criticized"""
+    """maximum questions of --data, sampled anew in each round, to find failures of each prompt of the beam"""
     shown_failures: Few = 4
-    """episodes with a wrong answer, or without one, that one critique is about"""
+    """failed episodes (a wrong answer or none) shown in one critique"""
 
 
 class AskSettings(Section):
     """Ask."""
 
     question: Annotated[str | None, Trait.BARE] = None
-    """what is asked, in quotes; without it there is a prompt, and an empty line or Ctrl-D ends"""
+    """question, in quotes; without it, questions are read from a prompt until an empty line or Ctrl-D"""
     json: bool = False
-    """print only one line of JSON a question: question, final_answer, reasoning_trace, search_queries and documents"""
+    """print one line of JSON per question: question, final_answer, reasoning_trace, search_queries, documents"""
 
 
 class ReportSettings(Section):
     """Report."""
 
-    runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("the folder of a run, or several")] = None
-    """folders of runs and evaluations, folders that hold some, and files of trajectories or questions"""
+    runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("pass one or more run folders")] = None
+    """run folders, evaluation folders, folders that contain some, and files of trajectories or questions"""
     model: str | None = None
-    """count tokens of this model (folder, hub id or tiny) in files of trajectories or questions; without it, words"""
+    """count tokens with this model's tokenizer (folder, hub id or tiny) in data files; default: count words"""
     png: str | None = None
     """also write each chart as a PNG file into this folder (extra plots)"""
     watch: bool = False
-    """write the page again and again until the runs are complete; a browser that shows it follows"""
+    """rewrite the page until the runs are complete; a browser that shows it reloads"""
 
 
 class RetrieveSettings(Section):
     """Retrieve."""
 
     query: str | None = None
-    """print what this one query brings, with scores, and measure nothing; needs no --data beside --corpus or --index"""
+    """only print the documents found by this query, with scores; with --corpus or --index, --data is not needed"""
     gap_report: str | None = None
-    """JSON file to write: the gold paragraphs that the corpus lacks, and the best recall that they leave possible"""
+    """JSON file to write: the gold paragraphs missing from the corpus, and the best recall possible without them"""
     serve: bool = False
-    """answer queries over HTTP, until Ctrl-C or SIGTERM: other machines pass --retriever http://HOST:PORT/retrieve"""
+    """answer queries over HTTP until Ctrl-C or SIGTERM; other machines pass --retriever http://HOST:PORT/retrieve"""
     host: str = "127.0.0.1"
-    """address to listen on with --serve; 0.0.0.0 is all of this machine's, and anyone who reaches it can query"""
+    """address to listen on with --serve; 0.0.0.0: every network that this machine is in can send queries"""
     port: Annotated[int, Bounds(low=0, high=65535)] = 8000
-    """port to listen on with --serve; 0: any that is free"""
+    """port to listen on with --serve; 0: any free port"""
 
 
 class CheckFormatSettings(Section):
-    """Check of a format."""
+    """Format check."""
 
     turn: str | None = None
-    """text file with one turn of the model, to be read; without it a sample episode is written and read"""
+    """text file with one turn of the model, to parse; default: write and parse a sample episode"""
     step: Annotated[int, Bounds(low=1, high=3)] = 1
-    """which step --turn is; those before it are the sample's"""
+    """number of the step that --turn is; the steps before it are the sample's"""
 
 
 class ExportSettings(Section):
@@ -191,83 +191,83 @@ class ExportSettings(Section):
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """the base: folder, GGUF file, hub id, or tiny"""
+    """base model: folder, GGUF file, hub id, or tiny"""
     adapter: str | None = None
-    """LoRA adapter that is merged into the base: a run folder or its adapter/; without it, the base alone is written"""
+    """LoRA adapter to merge into the base: a run folder or its adapter/; without it, the base is exported"""
     form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
-    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf); adapter: the
-    adapter alone, as PEFT reads it; gguf-adapter: the same for llama.cpp's --lora (extra gguf)"""
+    """folder: for transformers and vLLM; gguf: for llama.cpp and Ollama (extra gguf); adapter: the adapter alone, for
+    PEFT; gguf-adapter: the adapter alone, for --lora of llama.cpp (extra gguf)"""
     weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
-    """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
+    """type of the weights; q8_0 only in a GGUF file, nf4 only in a folder, which only r3lite can load"""
     max_shard_size: str = "5GB"
-    """most of one file of a folder, such as 5GB or 900MiB; beyond it there are several and an index (not in nf4)"""
+    """maximum size of a weight file in a folder, such as 5GB or 900MiB; larger models are split (not nf4)"""
     questions: str | None = None
-    """question file whose prompts are compared before and after; default: the sample world's test questions"""
+    """question file for the comparison of the result with the original; default: the sample world's"""
     prompts: Whole = 200
-    """prompts of the comparison, which takes two passes over each; 0: none"""
+    """prompts in that comparison, each of which takes two forward passes; 0: no comparison"""
     evaluation: str | None = None
-    """folder of an evaluation, whose scores go into the model card"""
+    """evaluation folder whose scores are added to the model card"""
     license: str | None = None
-    """licence of the result for the model card; the base's holds, too"""
+    """license of the result, for the model card; the base model's license applies as well"""
 
     push: str | None = None
-    """repository of the Hugging Face hub, OWNER/NAME, that --output is uploaded to, with the token in HF_TOKEN; a
-    folder that was exported before is uploaded as it is"""
+    """repository on the Hugging Face hub, OWNER/NAME, to upload --output to, with the token in HF_TOKEN; if --output
+    was exported before, it is uploaded as it is"""
     push_as: Literal["private", "pull-request"] = "private"
-    """private: a private repository, made if there is none; pull-request: one to a repository that is there"""
+    """private: a private repository, created if needed; pull-request: a pull request to an existing repository"""
     yes: bool = False
-    """upload; without it, --push prints what would be uploaded"""
+    """upload; without it, --push only prints what would be uploaded"""
 
     def check(self) -> None:
         if self.adapter is None and self.form.endswith("adapter"):
-            raise UsageError(f"--adapter is missing: --form {self.form} writes it alone; name a run folder")
+            raise UsageError(f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder")
         if self.form != "gguf" and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 is for --form gguf; others have fp32, bf16, fp16, and a folder nf4")
+            raise UsageError("--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4")
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
+            raise UsageError("--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0")
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
-            raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
+            raise UsageError(f"--push {self.push} is not a repository name; write it as OWNER/NAME")
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 
 class ProcedureFileSettings(EncoderSettings):
-    """The file of procedures."""
+    """Procedures and encoder."""
 
     add: str | None = None
-    """JSON file of further procedures, a list or a single one, that are written into --procedures"""
+    """JSON file with one procedure or a list of them, to add to the file --procedures"""
     match: str | None = None
-    """show how well each procedure fits this question by --encoder, and which one would stand before it"""
+    """show how well each procedure matches this question, and which one would be inserted before it"""
 
 
 class PlanSettings(Section):
     """Plan."""
 
     algorithm: Literal["sft", Algorithm] = "sft"
-    """the run that is planned: sft takes the flags of sft, all others those of ppo"""
+    """kind of run: sft takes the flags of sft, all others those of ppo"""
 
 
 class CardSettings(Section):
     """Card."""
 
     card: str | None = None
-    """plan for a card that is elsewhere: a name such as "RTX 3050 Laptop"; a wrong one tells which are known"""
+    """plan for another card, by name, such as "RTX 3050 Laptop"; an unknown name lists the known ones"""
 
 
 class DoctorSettings(Section):
     """Doctor."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """what is examined; auto: cuda if there is one, else mps, else cpu"""
+    """device to check; auto: cuda if available, else mps, else cpu"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the runs that it is examined for; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
+    """precision to check; auto: bf16 if the device supports it, else fp16 (on a CPU fp32)"""
 
 
 class QuickstartSettings(Section):
     """Quickstart."""
 
     algorithm: Algorithm = "reinforce++-baseline"
-    """algorithm of the second training stage; by default the best one over three seeds (docs/algorithms.md)"""
+    """algorithm of the second training stage; the default did best over three seeds (docs/algorithms.md)"""
     format: Format = "r3"
-    """what the model learns to write (docs/formats.md); solution does without retrieval"""
+    """step format to train (docs/formats.md); solution does not retrieve"""
     quick: bool = False
-    """a few steps and questions only: shows that everything runs, teaches next to nothing"""
+    """only a few steps and questions: shows that everything runs, but the model learns almost nothing"""

@@ -15,13 +15,13 @@ class Common(Section):
 
     # Free, as its values have become those of the other settings.
     preset: Free[str] = "laptop-4gb"
-    """name of a shipped set of defaults"""
+    """name of a built-in set of defaults"""
     config: Free[str | None] = None
-    """TOML file of settings, such as the config.toml of an earlier run"""
+    """TOML file with settings, such as the config.toml of an earlier run"""
     output: Free[str | None] = None
-    """folder or file to write; by default runs/<command>-<time>"""
+    """folder or file to write; default: runs/<command>-<time>"""
     seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
-    """seed of every random stream"""
+    """random seed"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
 
@@ -59,11 +59,11 @@ def check_address(setting: str, address: str, example: str) -> None:
     except ValueError:  # a bad IPv6 address or port
         raise wrong("is not an address") from None
     if parts.username is not None or parts.password is not None:
-        raise wrong("holds a user or a password, which would stand in files and messages")
+        raise wrong("contains a user or password, which would be written to files and messages")
     if parts.query or parts.fragment:
-        raise wrong("holds a query or a fragment, which would stand in files and messages")
+        raise wrong("contains a query or fragment, which would be written to files and messages")
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        raise wrong("is not an address of http or https")
+        raise wrong("is not an http or https address")
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:

@@ -18,19 +18,19 @@ class DataSettings(Section):
     """Data."""
 
     data: str | None = None
-    """trajectory file or question file of any supported format; hotpotqa, 2wiki or musique with ,train or ,validation
-    after it; or a hub string name,subset,split"""
+    """trajectory file or question file in any supported format; hotpotqa, 2wiki or musique followed by ,train or
+    ,validation; or name,subset,split of a data set on the hub"""
     limit: Count | None = None
-    """only the first N questions or rows"""
+    """use only the first N questions or rows"""
     skip_bad_rows: bool = False
-    """count malformed rows and go on, instead of stopping at the first"""
+    """skip and count malformed rows instead of stopping at the first"""
 
 
 class QuestionSettings(DataSettings):
     """Data."""
 
     data: Annotated[
-        str | None, Required("a question file of any supported format, or name,subset,split", ("sources",))
+        str | None, Required("pass a question file in any supported format, or name,subset,split", ("sources",))
     ] = None
 
 
@@ -38,15 +38,15 @@ class NewQuestionSettings(QuestionSettings):
     """Data."""
 
     exclude: tuple[str, ...] | None = None
-    """files whose questions are left out, by id and by text, with commas between: those to evaluate on, and those that
-    the adapter was trained on, which it may answer from memory"""
+    """comma-separated files whose questions are left out, matched by id and by text: those to evaluate on, and those
+    that the adapter was trained on, whose answers it may have memorized"""
 
 
 class TrajectorySettings(DataSettings):
     """Data."""
 
     data: Annotated[
-        str | None, Required("a file of trajectories (see `python -m r3lite.collect`) or conversations", ("sources",))
+        str | None, Required("pass trajectories (see `python -m r3lite.collect`) or conversations", ("sources",))
     ] = None
 
 
@@ -68,7 +68,7 @@ class SourceEntry(Weighted):
         self.setdefault("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
         name, weight, kind = self["name"], self["weight"], self.get("type")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
-            raise UsageError(f"the source of {file} is named {name!r}; a name is of letters, digits, - and _")
+            raise UsageError(f"the source of {file} is named {name!r}; a name has letters, digits, - and _")
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
             raise UsageError(f"the source {name} has the weight {weight!r}; it must be a number above 0")
         for key, choices in (("type", TYPES), ("format", FORMATS)):
@@ -77,17 +77,17 @@ class SourceEntry(Weighted):
                 known = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
                 raise UsageError(f"the source {name} has the {key} {value!r}; {known}")
         if "format" in self and kind not in (None, "qa"):
-            raise UsageError(f"the source {name} is of type {kind}, which has no steps: leave its format out")
+            raise UsageError(f"the source {name} is of type {kind}, which has no steps: remove its format")
 
 
 class SourceSettings(Section):
     """Sources."""
 
     sources: tuple[SourceEntry, ...] | None = None
-    """several files in place of --data, drawn from by weight: FILE=WEIGHT,...; in a file a [[sources]] table each of
-    file, weight, name, type and format (docs/sources.md)"""
+    """several files instead of --data, sampled by weight: FILE=WEIGHT,...; in a TOML file, one [[sources]] table per
+    file with file, weight, name, type and format (docs/sources.md)"""
 
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.sources or ()).items():
             if times > 1:
-                raise UsageError(f"{times} sources are named {name}: give each a name of its own")
+                raise UsageError(f"{times} sources are named {name}: give each another name")

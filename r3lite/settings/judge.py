@@ -13,39 +13,39 @@ class JudgeSettings(Section):
     """Judge."""
 
     judge: Literal["none", "gemini", "openai", "local"] = "none"
-    """which model judges answers and steps; gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: key in
-    OPENAI_API_KEY, or any server with /chat/completions (vLLM, llama.cpp, Ollama), which needs no key; local: a model
-    on this device, loaded beside the run's own for each use and unloaded after it"""
+    """model that judges answers and steps; gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: OpenAI with the key
+    in OPENAI_API_KEY, or any server with /chat/completions (vLLM, llama.cpp, Ollama), without a key; local: a model on
+    this device, loaded for each use next to the run's own model, then unloaded"""
     judge_model: str = GEMINI
-    """name of the judging model; required for openai; for local a folder, a hub id or tiny, by default --model"""
+    """name of the judge's model; required for openai; for local: folder, hub id or tiny; default: --model"""
     judge_base_url: str | None = None
-    """address of a compatible server, http(s)://..., which gets the key if there is one; for openai it ends in /v1"""
+    """address of a compatible server, http(s)://..., which receives the key if one is set; for openai it ends in /v1"""
     judge_rpm: Free[Count] = 60
-    """most requests a minute"""
+    """maximum requests per minute"""
     judge_concurrency: Free[Count] = 4
-    """most concurrent requests"""
+    """maximum concurrent requests"""
     judge_quantize: Literal["nf4", "none"] = "none"
-    """quantization of the judging model (local)"""
+    """quantization of the judge's model (local)"""
     judge_max_length: Tokens = 8192
-    """most tokens of a request and its reply together; a longer request is not sent and counts as failed (local)"""
+    """maximum tokens of a request plus its reply; a longer request is not sent and counts as failed (local)"""
     judge_timeout: Free[Positive] = 60.0
     """seconds after which a request counts as failed"""
     judge_retries: Free[Whole] = 4
-    """tries after the first, with backoff"""
+    """retries of a failed request, with backoff"""
     judge_temperature: NonNegative | None = None
-    """sampling temperature of the judge or teacher; by default not sent, because newer Gemini models fix it"""
+    """sampling temperature of the judge or teacher; default: not sent, as newer Gemini models have a fixed one"""
     judge_thinking: bool = False
-    """let the model think first; thoughts count against the output limit, which can cut the reply"""
+    """let the judge think first; thoughts count towards the output limit, so a reply may be cut"""
     judge_max_calls: Free[Count | None] = None
-    """most requests, with failed tries, between a start of the run and its end"""
+    """maximum requests, failed tries included, until the run ends or is resumed"""
     judge_max_cost: Free[Positive | None] = None
-    """most US dollars in the same time, computed from --judge-input-price and --judge-output-price"""
+    """maximum US dollars until the run ends or is resumed, computed from --judge-input-price and -output-price"""
     judge_input_price: Free[NonNegative | None] = None
     """US dollars per million input tokens; default: 0.30 for gemini-3.5-flash-lite and gemini-2.5-flash"""
     judge_output_price: Free[NonNegative | None] = None
-    """US dollars per million output tokens; default: 2.50 for the same two"""
+    """US dollars per million output tokens; default: 2.50 for gemini-3.5-flash-lite and gemini-2.5-flash"""
     judge_cache: Free[str | None] = None
-    """folder of cached replies; default: judge-cache in the output folder, and for collect <output>.cache"""
+    """folder that caches replies; default: judge-cache in the output folder; for collect, <output>.cache"""
 
     @property
     def local_model(self) -> str | None:
@@ -54,10 +54,10 @@ class JudgeSettings(Section):
 
     def check(self) -> None:
         if self.judge == "openai" and self.judge_model == GEMINI:
-            raise UsageError("--judge-model is missing: with --judge openai it names the model of that server")
+            raise UsageError("--judge-model is missing: --judge openai needs the name of the server's model")
         if self.judge != "local" and not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
-            raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
+            raise UsageError(f"--judge-model is {self.judge_model!r}, which is not a valid name")
 
     def __post_init__(self):
         if self.judge_base_url is not None:
-            check_address("judge_base_url", self.judge_base_url, "https://example.com")
+            check_address("--judge-base-url", self.judge_base_url, "https://example.com")

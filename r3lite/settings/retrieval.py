@@ -35,11 +35,11 @@ class EncoderSettings(Section):
     """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
     hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
-    any, else e5 if the encoder's name says so"""
+    """own: the prompts in the encoder's files; e5: query/passage prefixes; plain: no prefixes; auto: own if the files
+    have prompts, else e5 if the encoder's name contains e5, else plain"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """precision of the encoder, and of --rerank; bf16 halves the memory and is faster on hardware that supports it;
-    vectors differ by some thousandths, so it may search an index built in fp32, and the other way round"""
+    """precision of the encoder and of --rerank; bf16 halves the memory and is faster on hardware that supports it.
+    Vectors differ by a few thousandths, so an index built in one can be searched in the other"""
 
 
 class RetrievalSettings(EncoderSettings):
@@ -52,39 +52,39 @@ class RetrievalSettings(EncoderSettings):
     context: Literal["corpus", "question"] = "corpus"
     """corpus: search all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
-    """passages (id, title, text) as JSONL, indexed on the fly; by default the paragraphs that come with --data"""
+    """JSONL file of passages (id, title, text), indexed at the start; default: the paragraphs that come with --data"""
     index: str | None = None
     """index folder built by `python -m r3lite.index`"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
-    """how the first 100 of both lists are fused; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""
+    """how to fuse the first 100 of both rankings; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""
     lexical_weight: Fraction = 0.5
-    """weight of the lexical score; the semantic one has the rest (hybrid, weighted)"""
+    """weight of the lexical score; the semantic score has the rest (hybrid, weighted)"""
     rerank: str | None = None
-    """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
+    """BERT cross-encoder that picks --top-k from 3 times as many passages: folder or hub id; auto:
     cross-encoder/ms-marco-MiniLM-L-6-v2; http://...: the /rerank endpoint of a server"""
     filter: tuple[str, ...] | None = None
-    """search only passages that fit: 'lang=en,year>=2020,id=notes/*', by fields of "metadata" in the corpus' lines, id
-    and title; =, != (* stands for any text), >=, <=, >, <"""
+    """search only passages that match, such as 'lang=en,year>=2020,id=notes/*'; fields are id, title, and those under
+    "metadata" in the corpus; operators are =, != (* matches any text), >=, <=, > and <"""
     query_cache: str | None = None
-    """file that caches query vectors, for this run and all others that name it"""
+    """file that caches query vectors; runs can share it"""
     query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
-    """largest size of --query-cache in MiB; the oldest vectors are deleted first"""
+    """maximum size of --query-cache in MiB; the oldest vectors are deleted first"""
     source_index: tuple[str, ...] | None = None
-    """retriever of each kind of source that a plan (--format dag) names, such as News=news-index, with commas between:
-    an index folder, address or service; kinds: General, News, Academic; others use --retriever"""
+    """retriever for each kind of source that a plan names (--format dag), comma-separated, such as News=news-index; an
+    index folder, an address, exa or duckduckgo; kinds are General, News and Academic; the others use --retriever"""
     web_results: Annotated[int, Bounds(low=1, high=100)] = 20
-    """pages of a web search; their sentences nearest to the query become --top-k passages"""
+    """pages per web search; the sentences nearest to the query become --top-k passages"""
     web_rpm: Annotated[int, Bounds(low=1, high=100_000)] = 60
-    """most web searches a minute"""
+    """maximum web searches per minute"""
     web_cache: str = "~/.cache/r3lite/web"
-    """folder that records web results; a query found there is not sent again"""
+    """folder that caches web results; a cached query is not sent again"""
     web_replay: bool = False
-    """take web results from --web-cache only: the same documents as before, without network"""
+    """use only cached web results, for the same documents as before, without network"""
     noise_rate: Fraction | None = None
-    """share of each question's other paragraphs that stay beside its gold ones, drawn with --seed: mixed with them in
-    random order (golden; by default none), or searched (semantic, lexical, hybrid without a corpus; by default all)"""
+    """share of each question's other paragraphs that are kept with the gold ones, sampled with --seed; golden mixes
+    them in random order (default 0), semantic, lexical and hybrid search them if there is no corpus (default 1)"""
 
     @property
     def from_questions(self) -> bool:
@@ -122,18 +122,18 @@ class RetrievalSettings(EncoderSettings):
         for entry in self.source_index or ():
             name, place = source_and_place(entry)
             if name not in SOURCES or not place:
-                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; known are {', '.join(SOURCES)}")
+                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}")
         if len(self.of_sources) < len(self.source_index or ()):
-            raise UsageError("--source-index names a kind of source twice")
+            raise UsageError("--source-index has a kind of source twice")
         for settings in self.of_sources.values():
             settings.check()
         if self.is_remote:
             example = "http://host:8000/retrieve or qdrant://host:6333/collection"
             check_address("the address of --retriever", collection_server(self.retriever) or self.retriever, example)
             if self.is_collection and self.encoder == "hashing":
-                raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
+                raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
         elif self.is_web and self.top_k > self.web_results:
-            raise UsageError(f"--top-k is {self.top_k}, and --web-results {self.web_results} brings fewer")
+            raise UsageError(f"--top-k is {self.top_k}; it must be at most --web-results, {self.web_results}")
         elif self.retriever not in (names := (*RETRIEVERS, *SERVICES)):
             known = f"choose from {', '.join(names)}, or pass the address of a server"
             raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
@@ -148,12 +148,12 @@ class ProcedureSettings(Section):
     """Procedures."""
 
     procedures: str | None = None
-    """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; that
-    which fits a question best stands before it, and where none fits, nothing does"""
+    """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
+    best match for a question, if there is one, is inserted before it"""
     procedures_by: Literal["both", "triggers"] = "both"
-    """what makes one fit: its trigger words in the question; both: these, or else a near description by --encoder"""
+    """how a procedure matches: triggers: by its trigger words in the question; both: or by its description"""
     procedures_floor: Annotated[float, Bounds(low=-1.0, high=1.0)] = 0.85
-    """least cosine of a question with a description that is near; encoders differ: the command procedures shows them"""
+    """minimum cosine similarity of question and description; `python -m r3lite.procedures --match` shows it"""
 
 
 class IndexSettings(EncoderSettings):
@@ -162,23 +162,23 @@ class IndexSettings(EncoderSettings):
     documents: str | None = None
     """folder of your own documents: text, Markdown, HTML, PDF (extra documents), JSON, JSONL, CSV, TSV, Python"""
     corpus: tuple[str, ...] | None = None
-    """passages (id, title, text) as JSONL, in place of --documents; several files, A.jsonl,B.jsonl, become one index"""
+    """instead of --documents, a JSONL file of passages (id, title, text), or several, A.jsonl,B.jsonl, for one index"""
     add: str | None = None
-    """passages, as JSONL or as a folder of documents, to add to the index in --output; those that it has are skipped"""
+    """passages to add to the index in --output: a JSONL file or a folder of documents; known passages are skipped"""
     delete: tuple[str, ...] | None = None
-    """delete the passages with these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
+    """ids of passages to delete from the index in --output before --add: A,B or @FILE with one id per line"""
     index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
-    """flat: exact; sq8: 8 bits a dimension; hnsw: a graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads a part of
-    the index, the last is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that fits --memory-budget,
-    but not flat or sq8 above a million passages"""
+    """flat: exact; sq8: 8 bits per dimension; hnsw: graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads part of
+    the index, and opq-ivf-pq is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that fits
+    --memory-budget, but flat and sq8 only up to a million passages"""
     memory_budget: str = "4GiB"
-    """most memory of the index, such as 4GiB or 900MiB, while it is built or searched, without the encoder"""
+    """maximum memory of the index, such as 4GiB or 900MiB, during building and searching, without the encoder"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where passages are encoded; auto: cuda if there is one, else mps, else cpu"""
+    """device that encodes the passages; auto: cuda if available, else mps, else cpu"""
     skip_bad_rows: bool = False
-    """skip and count malformed passages of --corpus instead of stopping at the first"""
+    """skip and count malformed passages in --corpus instead of stopping at the first"""
 
     @property
     def edits(self) -> bool:
@@ -187,10 +187,10 @@ class IndexSettings(EncoderSettings):
 
     def check(self) -> None:
         if self.documents and self.corpus:
-            raise UsageError("--documents and --corpus are two sources of passages: leave one out")
+            raise UsageError("--documents and --corpus cannot be combined: remove one")
         if self.edits and (self.documents or self.corpus):
             given = "--documents" if self.documents else "--corpus"
-            raise UsageError(f"--add and --delete change an index that is there: leave {given} out")
+            raise UsageError(f"--add and --delete edit an existing index: remove {given}")
         budget_bytes(self.memory_budget, "--memory-budget")
 
 
@@ -198,12 +198,12 @@ class DocumentSettings(Section):
     """How --documents become passages."""
 
     chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
-    """most tokens of a passage with its title; counted as punctuation marks and pieces of up to 5 letters"""
+    """maximum tokens of a passage with its title; a token is a punctuation mark or up to 5 letters of a word"""
     chunk_overlap: Annotated[int, Bounds(low=0, high=4096)] = 24
-    """most tokens that a passage repeats from the one before it, in whole sentences"""
+    """maximum tokens, in whole sentences, that a passage repeats from the previous one"""
     max_file_mib: Annotated[int, Bounds(low=1, high=256)] = 32
-    """larger files are skipped"""
+    """skip larger files"""
 
     def check(self) -> None:
         if self.chunk_overlap > self.chunk_tokens // 2:
-            raise UsageError(f"--chunk-overlap is {self.chunk_overlap}: more than half of --chunk-tokens")
+            raise UsageError(f"--chunk-overlap is {self.chunk_overlap}; it must be at most half of --chunk-tokens")

@@ -40,36 +40,36 @@ class RewardSettings(Section):
     outcome_em: NonNegative = 1.0
     """reward at the end for an exact match"""
     outcome_f1: NonNegative = 0.0
-    """reward at the end per unit of F1"""
+    """reward at the end, times the F1 of the answer"""
     outcome_judge: NonNegative = 0.0
-    """reward at the end if the judge calls the answer right"""
+    """reward at the end if the judge says that the answer is correct"""
     process_recall: NonNegative = 0.0
-    """reward at each query per share of the gold paragraphs retrieved for the first time, which must be known"""
+    """reward at each query, times the share of the gold paragraphs that it is the first to retrieve"""
     process_judge: NonNegative = 0.0
-    """reward at each query per unit of the judge's relevance and coherence"""
+    """reward at each query, times the mean of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
-    """reward for well-formed steps: this times their share of the episode's steps"""
+    """reward for well-formed steps, times their share of all steps"""
     gamma_correct: Factor = 0.6
-    """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
+    """process rewards of an episode with a correct answer are multiplied by 1 + this (R3-RAG)"""
     gamma_incorrect: Factor = -0.2
     """the same for a wrong answer"""
     gamma_fail: Factor = -0.1
     """the same for an episode without an answer"""
     least_searches: Annotated[int, Bounds(low=0, high=100)] = 0
-    """an episode with fewer different searches gets no outcome reward; 0: off"""
+    """no outcome reward for an episode with fewer different searches; 0: off"""
     search_bonus: NonNegative = 0.0
     """reward for each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0
-    """penalty at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
+    """penalty for each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
     rewards: tuple[RewardEntry, ...] | None = None
-    """further rewards: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, imported from this
-    folder; weights may be negative; in a file a table of name, weight and parameters each, and perhaps first_weight"""
+    """further rewards: NAME=WEIGHT,... (docs/rewards.md), or package.module:function=WEIGHT, imported from the current
+    folder; weights may be negative; in a TOML file, tables of name, weight, parameters and perhaps first_weight"""
     curriculum_rounds: Annotated[int, Bounds(low=0, high=1 << 30)] = 30
-    """how many rounds the first_weight of rewards lasts that have one; 0: it is not used"""
+    """number of rounds for which rewards with a first_weight use it; 0: never"""
     curriculum_switch: Literal["hard", "linear"] = "hard"
-    """from first_weight to weight; hard: at once, after these rounds; linear: in equal parts at each of them"""
+    """how first_weight changes to weight; hard: at once, after these rounds; linear: gradually, round by round"""
 
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.rewards or ()).items():
             if times > 1:
-                raise UsageError(f"rewards names {name} {times} times; give it one weight")
+                raise UsageError(f"--rewards has {name} {times} times; give it one weight")

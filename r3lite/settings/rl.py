@@ -12,7 +12,7 @@ Algorithm = Literal[
     "hybrid", "dgpo",
 ]  # fmt: skip
 
-# What --algorithm brings with it. The defaults below are those of ppo and grpo.
+# The settings that --algorithm implies. The defaults below are those of ppo and grpo.
 PAPERS = {
     "dr-grpo": {"kl_beta": 0.0},
     "dapo": {
@@ -33,77 +33,78 @@ class RLSettings(Section):
     implied: ClassVar = {"algorithm": PAPERS}
 
     algorithm: Algorithm = "ppo"
-    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
-    (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
-    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262), and -baseline less the
-    group's mean before; luffy: a teacher's traces join the groups (2504.14945); exgrpo: replayed successes do
-    (2510.02245); hybrid: both; dgpo: grpo where episodes succeed, a teacher's distributions where they fail
-    (2508.20324). Each brings its paper's settings, which the flags below then change; see docs/algorithms.md"""
+    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without grpo's
+    biases (2503.20783); dapo: higher upper clip, groups with equal rewards replaced (2503.14476); gspo: one ratio per
+    episode (2507.18071); rloo: mean of the other episodes as baseline (2402.14740); reinforce++: advantages whitened
+    over the round (2501.03262); reinforce++-baseline: after subtracting the group mean; luffy: a teacher's traces join
+    the groups (2504.14945); exgrpo: earlier successes join the groups (2510.02245); hybrid: luffy and exgrpo; dgpo:
+    grpo for successful episodes, a teacher's distributions for failed ones (2508.20324). Each sets its paper's
+    defaults, which flags override; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
-    """questions of one round"""
+    """questions per round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
     """episodes sampled per question"""
     kl_beta: NonNegative = 0.001
     """weight of the KL divergence from the reference adapter"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """estimator of the KL divergence, with d = log pi - log reference: k1 d; k2 d^2 / 2; k3 exp(-d) + d - 1; default:
-    k1 if the KL is subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
+    """KL estimator, with d = log pi - log reference; k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1; default: k1 if the KL is
+    subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
     kl_target: Positive | None = None
-    """KL divergence to reach, in nats a token, by adapting --kl-beta each round (arXiv 1909.08593)"""
+    """target KL divergence, in nats per token; --kl-beta is adapted each round to reach it (arXiv 1909.08593)"""
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
-    """most episodes of one optimizer step; the episodes of a round are split into about equal steps"""
+    """maximum episodes per optimizer step; a round is split into steps of about equal size"""
     micro_batch_size: Count | None = None
-    """most episodes of one forward and backward pass; by default as many as fit into --micro-batch-tokens"""
+    """maximum episodes per forward and backward pass; default: as many as fit in --micro-batch-tokens"""
     clip_low: NonNegative = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_high: NonNegative = 0.2
     """the probability ratio is clipped above at 1 + this"""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    """old log-probabilities of the ratio; sampler: those recorded while sampling; trainer: recomputed with the same
-    weights, which takes one more pass over the round's episodes"""
+    """old log-probabilities in the ratio; sampler: those recorded during sampling; trainer: recomputed with the same
+    weights, which takes one more pass over the episodes of a round"""
     importance_cap: Positive | None = None
-    """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
-    sampling); needs --old-logprobs trainer"""
+    """multiply each token's policy loss by pi(trainer) / pi(sampler), capped at this (truncated importance sampling);
+    needs --old-logprobs trainer"""
     expand_limit: Whole = 0
-    """most failed episodes of a round that found gold paragraphs and are sampled again after the last step that found a
-    new one, in their group (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
+    """maximum failed episodes per round that are sampled again, in the same group, from the last step that found a new
+    gold paragraph (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
     refill_limit: Whole = 0
-    """how often in a round groups with equal rewards are replaced by those of other questions; 0: such groups stay
-    (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
+    """how many times per round to replace groups with equal rewards by groups of other questions; 0: keep them (grpo,
+    dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: episodes that were cut off have no loss (dapo)"""
     overlong_penalty: NonNegative = 0.0
-    """largest penalty for a long episode, subtracted from its reward (dapo)"""
+    """maximum penalty for a long episode, subtracted from its reward (dapo)"""
     overlong_cache: Annotated[float, Bounds(above=0, high=1)] = 0.2
     """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
     length_constant: Count | None = None
-    """divisor of an episode's summed token losses (dr-grpo); by default the most tokens that it may sample"""
+    """divisor of the summed token losses of an episode (dr-grpo); default: the maximum tokens it may sample"""
     traces: str | None = None
-    """a teacher's traces: a file of trajectories, or of rows of question, reasoning and answer (luffy, hybrid)"""
+    """a teacher's traces: a file of trajectories, or of rows with question, reasoning and answer (luffy, hybrid)"""
     trace_share: Fraction = 0.5
-    """most of a round's questions that a trace joins, as a share of them, rounded up (luffy, hybrid)"""
+    """maximum share of the questions of a round that get a trace, rounded up (luffy, hybrid)"""
     trace_min_outcome: Fraction = 0.5
-    """traces whose answer has a reward below this share of the highest possible are left out (luffy, hybrid)"""
+    """leave out traces whose answer reward is below this share of the maximum (luffy, hybrid)"""
     replay_size: Count = 10_000
-    """most episodes that are kept for replay; the oldest are dropped (exgrpo, hybrid)"""
+    """maximum episodes kept for replay; the oldest are dropped first (exgrpo, hybrid)"""
     replay_share: Fraction = 0.3
-    """share of a round's questions, rounded up, that return with an earlier success in the group (exgrpo, hybrid)"""
+    """share of a round's questions, rounded up, repeated with an earlier success in the group (exgrpo, hybrid)"""
     replay_min_outcome: Fraction = 0.6
-    """an episode is a success if its answer has at least this share of the highest reward (exgrpo, hybrid)"""
+    """an episode is a success if its answer reward is at least this share of the maximum (exgrpo, hybrid)"""
     replay_start: Fraction = 0.1
-    """replay starts after the first round with this share of successes (exgrpo, hybrid)"""
+    """start to replay after the first round with this share of successes (exgrpo, hybrid)"""
     shaping_gamma: Positive = 0.1
     """policy shaping of off-policy tokens: their ratio r becomes r / (r + this) (luffy, exgrpo, hybrid)"""
     value_clip: NonNegative | None = 0.2
-    """values are clipped at this distance from the old ones; none: they are not clipped (ppo)"""
+    """clip values to this distance from the old ones; none: do not clip (ppo)"""
     value_coefficient: NonNegative = 0.1
     """weight of the value loss (ppo)"""
     value_learning_rate: Positive = 1e-3
     """learning rate of the value head (ppo)"""
     negative_advantage_scale: NonNegative = 1.0
-    """factor of negative advantages; below 1 keeps a small model more stable"""
+    """factor for negative advantages; below 1, small models train more stably"""
     gamma: Fraction = 1.0
     """discount (ppo, reinforce++)"""
     gae_lambda: Fraction = 0.95
@@ -111,20 +112,20 @@ class RLSettings(Section):
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
     failed_below: NonNegative | None = None
-    """an episode has failed if its outcome reward is below this; by default if its answer is wrong, according to the
-    judge, or without one if it is not an exact match (dgpo)"""
+    """an episode has failed if its outcome reward is below this; default: if its answer is wrong, as the judge says or,
+    without a judge, by exact match (dgpo)"""
     teacher: str | None = None
-    """teacher for failed episodes: a folder, a hub id or tiny, with the policy's tokenizer; loaded after each round's
+    """teacher for failed episodes: folder, hub id or tiny, with the policy's tokenizer; loaded after each round's
     sampling and unloaded before the update (dgpo)"""
     teacher_adapter: str | None = None
     """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
     teacher_quantize: Literal["nf4", "none"] = "nf4"
     """quantization of --teacher (dgpo)"""
     teacher_logprobs: str | None = None
-    """instead of --teacher, a folder that `collect --teacher-logprobs` wrote: a failed episode is replaced by its
-    trajectory of the same question, and the policy learns the teacher's distributions along that (dgpo)"""
+    """instead of --teacher, a folder written by `collect --teacher-logprobs`: a failed episode is replaced by that
+    trajectory of the same question, trained towards the teacher's distributions (dgpo)"""
     teacher_top: Top = 32
-    """how many of the likeliest tokens of --teacher's distributions are used; the rest count as one (dgpo)"""
+    """number of most likely tokens used from each of --teacher's distributions; the rest count as one (dgpo)"""
     teacher_weight: Positive = 1.0
     """weight of the KL divergence from the teacher (dgpo)"""
 

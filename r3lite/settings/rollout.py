@@ -10,15 +10,15 @@ class LengthSettings(Section):
     """Limits of an episode."""
 
     max_hops: Annotated[int, Bounds(low=1, high=100), Alias("num_hops")] = 5
-    """most retrievals in an episode; then an answer is forced"""
+    """maximum retrievals in an episode; then the model must answer"""
     max_new_tokens: Tokens = 256
-    """most tokens of one turn of the model"""
+    """maximum tokens in one turn of the model"""
     max_length: Tokens = 4096
-    """most tokens of a whole episode"""
+    """maximum tokens in a whole episode"""
     max_document_tokens: Tokens = 160
-    """most tokens of one document; longer ones are cut"""
+    """maximum tokens in a document; longer documents are cut"""
     end_at_idle_query: bool = False
-    """an episode ends as malformed at a repeated query, as it does at a blank one"""
+    """end an episode as malformed at a repeated query, as at a blank one"""
 
     @property
     def most_sampled(self) -> int:
@@ -30,18 +30,18 @@ class SamplingSettings(Section):
     """Sampling."""
 
     temperature: Annotated[float, Bounds(low=0, high=100)] = 1.0
-    """of the softmax; 0: greedy (not in RL)"""
+    """softmax temperature; 0: greedy (not in RL)"""
     rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
-    """episodes decoded together; by default as many as the memory budget allows"""
+    """episodes sampled together; default: as many as fit in the memory budget"""
 
 
 class TruncationSettings(Section):
     """Truncated sampling."""
 
     top_k_sampling: Whole = 0
-    """sample from the k likeliest tokens only; 0: all"""
+    """sample from the k most likely tokens only; 0: from all"""
     top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
-    """sample from the smallest set of tokens with this probability"""
+    """sample from the smallest set of tokens with this total probability"""
 
 
 class RemoteSettings(Section):
@@ -50,13 +50,13 @@ class RemoteSettings(Section):
     implied: ClassVar = {"rollout_server": {ANY: {"old_logprobs": "trainer", "importance_cap": 2.0}}}
 
     rollout_server: Free[tuple[str, ...] | None] = None
-    """addresses, with commas between, of `python -m r3lite.rollout_worker` or of vLLM, which sample the episodes: they
-    get the adapter of each round, and R3LITE_TOKEN if it is set; brings --old-logprobs trainer --importance-cap 2"""
+    """comma-separated addresses of `python -m r3lite.rollout_worker` or vLLM servers that sample the episodes. They
+    receive the adapter each round, and R3LITE_TOKEN if it is set. Sets --old-logprobs trainer --importance-cap 2"""
     max_staleness: Annotated[int, Bounds(low=0, high=1)] = 0
-    """0: a round is sampled with the adapter that the round before it has made; 1: while that is being made, with the
-    one before, and --importance-cap corrects for it"""
+    """0: sample each round with the newest adapter; 1: sample the next round during an update, with the adapter from
+    before it; --importance-cap corrects for the difference"""
     rollout_timeout: Free[Positive] = 600.0
-    """seconds that one request of episodes, or with vLLM of a turn, may take; then it goes to another server"""
+    """seconds for a request of episodes (with vLLM: of a turn); after that it is sent to another server"""
 
     def check(self) -> None:
         for address in self.rollout_server or ():

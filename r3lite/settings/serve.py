@@ -7,13 +7,13 @@ from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError
 
 
 class ListenSettings(Section):
-    """Where it listens."""
+    """Address."""
 
     host: str = "127.0.0.1"
-    """address to listen on; other than a loopback address it needs a token in R3LITE_TOKEN, which requests then carry
-    as `Authorization: Bearer ...`; with R3LITE_TOKEN set they always do"""
+    """address to listen on; any address but a loopback address needs a token in R3LITE_TOKEN. If R3LITE_TOKEN is set,
+    requests must send it as `Authorization: Bearer ...`"""
     port: Annotated[int, Bounds(low=0, high=65535)] = 8000
-    """port to listen on; 0: any free one, which is printed"""
+    """port to listen on; 0: any free port, which is printed"""
 
     @property
     def on_loopback(self) -> bool:
@@ -30,11 +30,11 @@ class ServerSettings(ListenSettings):
     cors_origins: tuple[str, ...] | None = None
     """origins whose web pages may call the API, such as https://example.org; default: none"""
     drain_seconds: Positive = 30.0
-    """how long answers under way may still take after Ctrl-C or SIGTERM"""
+    """seconds to finish running answers after Ctrl-C or SIGTERM"""
 
     def check(self) -> None:
         if "*" in (self.cors_origins or ()):
-            raise UsageError("--cors-origins is *: name the origins, as any page that is open could ask otherwise")
+            raise UsageError("--cors-origins is *, which lets any web page call the API: list the origins")
 
 
 class ModeSettings(Section):
@@ -43,38 +43,38 @@ class ModeSettings(Section):
     implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
 
     adapters: tuple[str, ...] | None = None
-    """LoRA adapters on the one base, with commas between: NAME=FOLDER, or a FOLDER of that name; `base` is none"""
+    """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name; `base` is the bare model"""
     chat_adapter: str | None = None
-    """name of the adapter of Fast Chat, an answer at once; default: sft if there is one, else the first"""
+    """name of the adapter for Fast Chat (an immediate answer); default: sft if there is one, else the first"""
     reasoning_adapter: str | None = None
-    """name of the adapter of Deep Reasoning, steps and an answer; default: rl if there is one, else the last"""
+    """name of the adapter for Deep Reasoning (steps and an answer); default: rl if there is one, else the last"""
     search_adapter: str | None = None
-    """name of the adapter of Search Mode, steps with documents; default: rl if there is one, else the last"""
+    """name of the adapter for Search Mode (steps with documents); default: rl if there is one, else the last"""
     retrieving_modes: tuple[Literal["reasoning", "search"], ...] = ("search",)
-    """modes in which the model may search; in others its first query makes it answer with what it knows"""
+    """modes in which the model may search; in the others it must answer after its first query"""
     chat_style: Literal["auto", "plain", "answer"] = "auto"
-    """plain: a chat without step format; answer: the final answer of a step, which is forced at once; auto: plain for
-    the bare base, answer for adapters, which learned the format"""
+    """plain: chat without the step format; answer: the final answer of a step, without the steps before it; auto: plain
+    for the base model, answer for adapters, which were trained on the format"""
     memory_turns: Whole = 10
-    """questions of a conversation, with their answers, that are given to the model with the next one"""
+    """earlier questions of a conversation, with their answers, given to the model with the next question"""
     memory_modes: tuple[Literal["chat", "reasoning", "search"], ...] = ("chat",)
-    """modes in which they are given; adapters that learned steps from single questions may answer an earlier one"""
+    """modes with this memory; adapters trained on single questions may answer an earlier one instead"""
     conversations: Count = 1000
-    """conversations that are remembered; the least recently used is dropped first"""
+    """maximum conversations remembered; the least recently used is dropped first"""
     memory_kib: Count = 4096
-    """most KiB of text that are remembered in all"""
+    """maximum KiB of remembered text"""
 
 
 class LimitSettings(Section):
     """Limits of requests."""
 
     max_body_kib: Count = 256
-    """most KiB of a request"""
+    """maximum KiB of a request"""
     max_requests: Count = 128
-    """requests that are answered or wait; more are refused for now (503)"""
+    """maximum requests being answered or waiting; further ones get status 503"""
     max_requests_per_client: Count = 64
-    """the same, of one address (429)"""
+    """maximum requests of one address being answered or waiting; further ones get status 429"""
     requests_per_minute: Count = 600
-    """of one address (429)"""
+    """maximum requests per minute from one address; further ones get status 429"""
     request_seconds: Positive = 300.0
-    """seconds that an answer may take, waiting included"""
+    """maximum seconds for an answer, including the wait for it to start"""

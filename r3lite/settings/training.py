@@ -18,29 +18,29 @@ class Schedule(Section):
     max_steps: Count | None = None
     """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
     epochs: Positive = 1.0
-    """passes over the data if --max-steps is not given; replaces the max_steps of default, preset or file"""
+    """passes over the data, if --max-steps is not given; overrides max_steps from the defaults, preset or file"""
     save_every: Free[Whole] = 50
     """steps between checkpoints; 0: only at the end"""
     keep_checkpoints: Free[Count] = 2
-    """newest checkpoints kept"""
+    """number of latest checkpoints to keep"""
     stop_after: Free[Count | None] = None
-    """exit cleanly after this many steps of this process, with the schedule unchanged"""
+    """save and exit after this many steps in this process; the learning-rate schedule stays the same"""
     resume: Free[str | None] = None
-    """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
+    """auto: latest valid checkpoint in --output, or a new run if there is none; or a run folder or checkpoint"""
 
 
 class TrackSettings(Section):
     """Tracking."""
 
     track: Free[Literal["none", "tensorboard", "wandb"]] = "none"
-    """also log to TensorBoard in the run folder, or to Weights & Biases with the key in WANDB_API_KEY (extra track)"""
+    """also log to TensorBoard in the run folder, or to Weights & Biases, which needs WANDB_API_KEY (extra track)"""
     track_project: Free[str] = "r3lite"
-    """project of Weights & Biases"""
+    """Weights & Biases project"""
     track_name: Free[str | None] = None
-    """name of the run there; by default that of the run folder"""
+    """Weights & Biases run name; default: name of the run folder"""
     track_spans: Free[Literal["none", "chrome", "opentelemetry"]] = "none"
-    """also write when each part of a step began and ended: chrome: trace.json, for chrome://tracing and Perfetto;
-    opentelemetry: spans.jsonl, which its collector reads"""
+    """also write when each part of a step started and ended; chrome: trace.json, for chrome://tracing and Perfetto;
+    opentelemetry: spans.jsonl, for an OpenTelemetry collector"""
 
     def check(self) -> None:
         if self.track != "none" and importlib.util.find_spec(self.track) is None:
@@ -53,80 +53,77 @@ class OptimizerSettings(Section):
     implied: ClassVar = {"learning_rate_schedule": {name: {"min_learning_rate": end} for name, end in ENDS.items()}}
 
     learning_rate: Positive = 2e-4
-    """peak learning rate of AdamW on the adapter"""
+    """peak learning rate of AdamW"""
     lora_plus_ratio: Positive = 1.0
-    """learning rate of LoRA's B matrices, as a multiple of that of its A matrices (LoRA+, arXiv 2402.12354)"""
+    """learning rate of LoRA's B matrices, as a multiple of that of the A matrices (LoRA+, arXiv 2402.12354)"""
     learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the rate goes from its peak to --min-learning-rate; it also sets the latter: 0.1, 0 and 1"""
+    """how the rate falls to --min-learning-rate, which this also sets: to 0.1, 0 or 1 of the peak"""
     min_learning_rate: Fraction = 0.1
-    """end of the schedule, as a fraction of the peak; 1: constant after the warm-up"""
+    """learning rate at the end, as a fraction of the peak; 1: constant after the warm-up"""
     warmup: Fraction = 0.03
-    """fraction of the steps in which the rate rises linearly"""
+    """fraction of the steps in which the learning rate rises linearly"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
     max_grad_norm: Positive = 1.0
-    """gradients are clipped to this norm; with --no-lora those of each tensor to a share of it, by its size"""
+    """clip gradients to this norm; with --no-lora, clip each tensor to its share of it, by size"""
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
             least = self.min_learning_rate
-            raise UsageError(f"--min-learning-rate is {least}, and a constant rate does not fall: leave one out")
+            raise UsageError(f"--min-learning-rate is {least}, but a constant rate does not fall: remove one")
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
-            raise UsageError("--min-learning-rate is 1, and a linear schedule to it does not fall: pass a smaller one")
+            raise UsageError("--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one")
 
 
 class ValidationSettings(Section):
     """Validation during training."""
 
     eval_data: str | None = None
-    """question file, or name,subset,split, answered greedily now and then; adapter/ is the checkpoint of the best F1"""
+    """question file, or name,subset,split, for validation in training; adapter/ is the checkpoint with the best F1"""
     eval_every: Count = 10
-    """rounds between validations; there is one before the first round and one after the last"""
+    """rounds between validations; there is also one before the first round and one after the last"""
     eval_questions: Count = 64
-    """most questions of --eval-data that are answered, drawn with --eval-seed"""
+    """maximum questions of --eval-data, sampled with --eval-seed"""
     eval_seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
-    """seed of that draw"""
+    """random seed for that sample"""
 
 
 class GuardSettings(Section):
-    """Collapse guard (docs/collapse.md); none switches a limit off.
-
-    "At the start" means in the first rounds, until they have 32 episodes.
-    """
+    """Collapse guard (docs/collapse.md): changes since the first rounds, of 32 episodes; none disables a limit."""
 
     # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"
-    """roll-back, with --eval-data: go on from the best checkpoint more carefully; warn, or without it: only print it"""
+    """roll-back: return to the best checkpoint and continue more carefully; warn, or no --eval-data: only warn"""
     guard_rollbacks: Whole = 3
-    """most rollbacks; if a limit is crossed after the last, the run stops with the reason"""
+    """maximum rollbacks; if a limit is crossed after the last one, the run stops and says why"""
     guard_rate_factor: Share = 0.25
     """a rollback multiplies the learning rates by this"""
     guard_kl_factor: Annotated[float, Bounds(low=1, high=1000)] = 2.0
     """a rollback multiplies --kl-beta by this"""
     guard_patience: Count = 5
-    """rounds in a row that must be beyond a limit"""
+    """consecutive rounds that must be beyond a limit"""
     guard_validations: Count = 2
-    """validations in a row that must be beyond the limit of F1"""
+    """consecutive validations that must be beyond the F1 limit"""
     guard_f1_drop: Share | None = 0.1
-    """validation F1 lower than the best by more than this, and by more than chance explains"""
+    """validation F1 below the best by more than this, and by more than chance explains"""
     guard_hacking: Share | None = 0.1
-    """reward higher than when the F1 of the episodes was best, and that F1 lower by more than this"""
+    """reward above its value when the F1 of the episodes was best, while that F1 has dropped by more than this"""
     guard_malformed: Share | None = 0.3
-    """more malformed or cut-off episodes than at the start, as a share of all"""
+    """increase in malformed or cut-off episodes, as a share of all"""
     guard_queries: Share | None = 0.3
-    """more episodes with a blank or repeated query than at the start, as a share of all"""
+    """increase in episodes with a blank or repeated query, as a share of all"""
     guard_searches: Factor | None = 3.0
-    """searches per episode changed by this factor since the start"""
+    """searches per episode up or down by this factor"""
     guard_length: Factor | None = 3.0
-    """sampled tokens per episode changed by this factor since the start"""
+    """sampled tokens per episode up or down by this factor"""
     guard_repetition: Share | None = 0.25
-    """more repeated 4-grams of tokens within a turn than at the start, as a share of all"""
+    """increase in repeated 4-grams of tokens within a turn, as a share of all"""
     guard_entropy_rise: Factor | None = 4.0
-    """entropy grown by this factor since the start"""
+    """entropy up by this factor"""
     guard_entropy_fall: Factor | None = 50.0
-    """entropy shrunk by this factor since the start"""
+    """entropy down by this factor"""
     guard_right_likelihood: NonNegative | None = 0.2
-    """mean log-probability per token of right episodes lower than at the start by more than this, in nats"""
+    """drop in mean log-probability per token of correct episodes, in nats"""
     guard_kl: NonNegative | None = 1.0
     """KL divergence from the reference, in nats per token"""
     guard_variance: Fraction | None = 0.95

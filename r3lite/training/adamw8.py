@@ -74,8 +74,8 @@ class AdamW8(torch.optim.Optimizer):
         """Ends a step: the norm of all gradients. Raises NonFiniteGradients if that is not finite."""
         norm, self.norms = float(torch.stack(self.norms).square().sum().sqrt()), []
         if not math.isfinite(norm):
-            remedy = "Lower --learning-rate, or look for broken rows in --data, and go on with --resume auto."
-            raise NonFiniteGradients(f"gradients are not finite (norm {norm}); other weights were updated", remedy)
+            remedy = "Lower --learning-rate, or look for broken rows in --data, and continue with --resume auto."
+            raise NonFiniteGradients(f"gradients are not finite (norm {norm}); some weights were updated", remedy)
         return norm
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:

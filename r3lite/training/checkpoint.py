@@ -35,7 +35,7 @@ NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER, MODEL = "manifest.json", "state.json", "adapter", "model"
 GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
 FORMAT = 1
-REMEDY = "Name another checkpoint, or pass --resume auto to take the newest sound one."
+REMEDY = "Pass another checkpoint, or --resume auto for the latest valid one."
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def fault(folder: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
-        return f"it cannot be read ({error})"
+        return f"cannot be read ({error})"
 
 
 def _check_files(folder: Path) -> None:
@@ -133,7 +133,7 @@ def _check_files(folder: Path) -> None:
     (folder / MANIFEST).stat()  # one that is missing is reported as any missing file
     manifest = read_record(folder / MANIFEST, REMEDY)
     if (found := manifest.whole("format")) != FORMAT:
-        raise R3LiteError(f"its format is {found}, not {FORMAT}")
+        raise R3LiteError(f"format {found} instead of {FORMAT}")
     files = manifest.record("files")
     for name in [f"{group}.safetensors" for group in GROUPS] + [STATE]:
         if name not in files:
@@ -141,7 +141,7 @@ def _check_files(folder: Path) -> None:
     for name in files.values:
         entry, path = files.record(name), folder / name
         if path.stat().st_size != entry.whole("bytes") or crc(path) != entry.whole("crc32"):
-            raise R3LiteError(f"{name} is not what was written")
+            raise R3LiteError(f"{name} has changed since it was written")
 
 
 def _read_state(folder: Path) -> dict:
@@ -149,7 +149,7 @@ def _read_state(folder: Path) -> dict:
     state = read_record(folder / STATE, REMEDY)
     step = state.whole("step")
     if (name := NAME.fullmatch(folder.resolve().name)) and int(name[1]) != step:
-        raise state.error(f"it is of step {step}")
+        raise state.error(f"step is {step}")
     state.text("command")
     state.text("data", blank=True)
     state.text("base", default=None)  # checkpoints of earlier versions have none
@@ -168,28 +168,28 @@ def _read_state(folder: Path) -> dict:
 def read(folder: Path) -> Checkpoint:
     """Reads a checkpoint, all of it or an R3LiteError."""
     if problem := fault(folder):
-        raise R3LiteError(f"{folder} is not a sound checkpoint: {problem}", REMEDY)
+        raise R3LiteError(f"{folder} is not a valid checkpoint: {problem}", REMEDY)
     files = read_record(folder / MANIFEST, REMEDY).record("files").values
     paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
-    with explained(SafetensorError, f"{folder} holds no tensors that can be read", REMEDY):
+    with explained(SafetensorError, f"{folder} has unreadable tensors", REMEDY):
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
     state = _read_state(folder)
     return Checkpoint(state["step"], tensors, state)
 
 
 def all_of(output: Path) -> dict[int, Path]:
-    """Checkpoints in a run folder by step, oldest first, sound or not."""
+    """Checkpoints in a run folder by step, oldest first, valid or not."""
     found = {int(m[1]): p for p in output.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()}
     return dict(sorted(found.items()))
 
 
-def newest_sound(output: Path) -> Path | None:
-    """The newest checkpoint that is whole. Those that are not are named on stderr with the reason."""
+def newest_valid(output: Path) -> Path | None:
+    """The latest checkpoint that is complete. Warns of those that are not, with the reason."""
     for folder in reversed(all_of(output).values()):
         problem = fault(folder)
         if problem is None:
             return folder
-        print(f"warning: {folder} is passed over: {problem}", file=sys.stderr)
+        print(f"warning: skipping {folder}: {problem}", file=sys.stderr)
     return None
 
 
@@ -208,6 +208,6 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 def remove(folder: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
     # On Windows, while a program has one of its files open, it cannot.
-    with explained(OSError, f"{folder} cannot be removed", "Close what uses it, and run again."):
+    with explained(OSError, f"{folder} cannot be removed", "Close the programs that use it, and run again."):
         old = _set_aside(folder)
     shutil.rmtree(old, ignore_errors=True)

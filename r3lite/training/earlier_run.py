@@ -1,4 +1,4 @@
-"""What the run folder of an adapter, or of a model of full fine-tuning, tells of the run that made it."""
+"""What is known of the run that made an adapter, or a model of full fine-tuning, from its run folder."""
 
 import contextlib
 from pathlib import Path

@@ -149,7 +149,7 @@ class Guard:
         limit, start, mean = self.settings.guard_right_likelihood, self.right_start, right_likelihood(self.recent)
         if limit is None or start is None or mean is None or not now["right"]:
             return {}
-        message = f"right answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
+        message = f"correct answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
         return {"guard_right_likelihood": message if start - mean > limit else None}
 
     def _without_variance(self, now: Numbers) -> dict[str, str | None]:
@@ -159,7 +159,7 @@ class Guard:
         if limit is None or now["variance"] is None or None in (start, best, reward, spread) or start >= limit:
             return {}
         low = reward < best - spread / 4
-        message = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
+        message = f"{now['variance']:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
         return {"guard_variance": message if now["variance"] >= limit and low else None}
 
     def _hacking(self) -> dict[str, str | None]:
@@ -226,7 +226,7 @@ class Guard:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is none."""
-        record = Record(state, Source("the checkpoint's guard", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's guard", "Pass another checkpoint."))
         self.first, self.recent = _numbers(record, "first"), _numbers(record, "recent")
         self.peak = _numbers(record, "peak") if record.values.get("peak") else None
         self.right_start, self.best_reward = (record.number(key, None) for key in ("right_start", "best_reward"))

@@ -86,12 +86,12 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
             interrupts.leave_if_asked()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nstep {run.saved_step} is saved; go on with {run.how_to_go_on}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with {run.how_to_go_on}", file=sys.stderr)
         raise
     finally:
         log.close()
     if last < total:
-        print(f"stopped after step {last} of {total}; go on with {run.how_to_go_on}", file=sys.stderr)
+        print(f"stopped after step {last} of {total}; continue with {run.how_to_go_on}", file=sys.stderr)
         return False
     run.save(state, total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, total)

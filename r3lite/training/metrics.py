@@ -132,7 +132,7 @@ class Clock:
 
 def writing(path: Path) -> contextlib.AbstractContextManager:
     """Says which file could not be written in the `with` block, such as on a full disk."""
-    return explained(OSError, f"{path} cannot be written", "Make room; go on with --resume auto.")
+    return explained(OSError, f"{path} cannot be written", "Free disk space; continue with --resume auto.")
 
 
 def _plain(value):
@@ -200,7 +200,7 @@ def read(path: Path) -> list[dict]:
 
 
 def _read(path: Path) -> tuple[list[dict], bytes]:
-    return own_records(path, "step", _is_record, "a training run", "Mend or remove the line, and run again.")
+    return own_records(path, "step", _is_record, "a training run", "Fix or remove the line, and run again.")
 
 
 def _is_record(record: dict) -> bool:
@@ -211,5 +211,5 @@ def up_to(path: Path, step: int) -> list[dict]:
     """The records of a log up to a step, which a resumed run keeps; warns of a last line that was cut off."""
     records, torn = _read(path)
     if torn:
-        print(f"{path}: the last line is torn and is left out", file=sys.stderr)
+        print(f"{path}: ignoring the incomplete last line", file=sys.stderr)
     return [record for record in records if record["step"] <= step]

@@ -29,7 +29,7 @@ class Validation(Protocol):
     def measure(self) -> tuple[dict, list[float] | None]:
         """The metrics, and the F1 of each question in an order that never changes.
 
-        None instead of the F1s if the retriever failed at a question; the metric `retrieval_failures` counts those.
+        None instead of the F1s if the retriever failed on a question; the metric `retrieval_failures` counts those.
         """
 
 
@@ -55,7 +55,7 @@ class Oversight:
         With these, a checkpoint must be written: of a run that gets worse in its first step it is the best one.
         """
         if self.best is not None and not self.run.keep(self.best):
-            lost = f"the best checkpoint, of step {self.best}, is no longer there: the next validation counts as best"
+            lost = f"the best checkpoint, of step {self.best}, was deleted; the next validation counts as the best"
             print(f"warning: {lost}", file=sys.stderr)
             self.guard.best = None
         if self.validation is None or done or self.best is not None:
@@ -119,8 +119,8 @@ class Oversight:
         with span(self.spans, "validate"):
             found, each = self.validation.measure()
         if each is None:
-            failed = f"the retriever failed at {found['retrieval_failures']} questions of the validation"
-            _say(f"warning: step {step}: {failed}; it chooses no checkpoint and raises no alarm")
+            failed = f"the retriever failed on {found['retrieval_failures']} validation questions"
+            _say(f"warning: step {step}: {failed}; it is ignored")
         measured = {f"eval/{name}": value for name, value in found.items()}
         return measured | {"time/validate": time.perf_counter() - start}, each
 
@@ -129,7 +129,7 @@ class Oversight:
         s, guard = self.guard.settings, self.guard
         wrong = f"step {step}: {alarm.message}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
         if not self.can_go_back:
-            why = "" if s.guard == "warn" else "; without --eval-data there is nothing to go back to"
+            why = "" if s.guard == "warn" else "; a rollback needs --eval-data"
             _say(f"warning: {wrong}: the run may be collapsing{why}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
@@ -138,19 +138,18 @@ class Oversight:
             self.state.go_back(self.run.ranks.shared(lambda: checkpoint.read(folder)))
         if guard.rollbacks == s.guard_rollbacks:
             guard.forget()
-            _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")
-            anew = "Start anew from it with --adapter and a lower --learning-rate, a higher --kl-beta or other rewards"
-            remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. {anew}; or pass "
+            cause = f"the run collapsed again after {guard.rollbacks} rollbacks"
+            _say(f"{wrong}; {cause} and stops with the weights of {best}")
+            remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
+            remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
             remedy += f"{self.run.how_to_go_on} --guard off."
-            self.collapse = Collapse(
-                f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.message}", remedy
-            )
+            self.collapse = Collapse(f"{cause}: {alarm.message}", remedy)
             return True
         guard.rolled_back()
-        scale = f"the learning rate is multiplied by {guard.rate_scale:g}"
+        scale = f"learning rate x {guard.rate_scale:g}"
         if self.run.settings.get("kl_beta"):
-            scale += f" and the KL weight by {guard.kl_scale:g}"
-        _say(f"{wrong}; back to {best}, {scale} from here on: rollback {guard.rollbacks} of {s.guard_rollbacks}")
+            scale += f", KL weight x {guard.kl_scale:g}"
+        _say(f"{wrong}; rollback {guard.rollbacks} of {s.guard_rollbacks} to {best}, {scale}")
         return True
 
 

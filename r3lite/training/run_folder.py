@@ -30,7 +30,7 @@ class RunFolder:
     """The folder of one run, which no other process may write to until the context of this object ends.
 
     Constructing it only checks; `begin` writes, once the model and the data are loaded. Of several ranks the first one
-    alone reads and writes it: it tells the others what it holds.
+    alone reads and writes it, and sends the others what it holds.
     """
 
     def __init__(self, command: str, config: Any, default: str, logs: tuple[str, ...] = (), ranks: Ranks = ALONE):
@@ -75,7 +75,7 @@ class RunFolder:
             cause = f"{self.source} is a checkpoint of {state['command']}, not of {self.command}"
             raise R3LiteError(cause, "To start from its adapter, pass --adapter instead of --resume.")
         if changed := changes(state["settings"], self.config):
-            remedy = f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter."
+            remedy = f"Pass --config {self.source.parent / CONFIG}, or start a new run with --adapter."
             raise R3LiteError(f"{self.source} cannot be resumed with other settings: {changed}", remedy)
 
     def _check_free(self, resume: str | None) -> None:
@@ -84,7 +84,7 @@ class RunFolder:
         if resume == "auto" and CONFIG in names:
             refuse_another_run(self.output / CONFIG, self.command, self.config, self.output)
         elif names and not (resume == "auto" and all(name.endswith(LOGS_OF_SHELLS) for name in names)):
-            remedy = "Pass --resume auto to go on with the run in it, or another --output."
+            remedy = "Pass --resume auto to continue the run in it, or another --output."
             raise R3LiteError(f"{self.output} exists and is not an empty folder: it holds {min(names)}", remedy)
 
     @property
@@ -116,7 +116,7 @@ class RunFolder:
         sweep(self.output)
         for later, folder in checkpoint.all_of(self.output).items():
             if later > step:  # unsound, or beyond the checkpoint that the user went back to
-                print(f"removing {folder}: the run goes on from step {step}", file=sys.stderr)
+                print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
         # The config to go on with: it names this folder, and not how this process was started.
         whole = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
@@ -127,12 +127,12 @@ class RunFolder:
     def _restore(self, state: TrainState, loaded: checkpoint.Checkpoint) -> None:
         base = loaded.state.get("base")  # None: of a version that did not keep it
         if base is not None and base != self.base:
-            cause = f"the files of the base model {self.settings['model']} are not those that the run was started with"
-            raise R3LiteError(cause, "Restore them, or start anew from the run's adapter with --adapter.")
+            cause = f"the files of the base model {self.settings['model']} have changed since the run started"
+            raise R3LiteError(cause, "Restore them, or start a new run with --adapter.")
         state.restore(loaded)
         if changed := state.differences(loaded.state["kept"]):
-            message = f"warning: the work is divided otherwise than before ({', '.join(changed)})"
-            print(f"{message}: results differ in rounding from those of an uninterrupted run", file=sys.stderr)
+            message = f"warning: the memory settings are not those of the checkpoint ({', '.join(changed)})"
+            print(f"{message}: results differ by rounding from an uninterrupted run", file=sys.stderr)
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes the checkpoint of a step, unless it is there."""
@@ -163,7 +163,7 @@ class RunFolder:
         return folder.exists()
 
     def _writing(self, what: str) -> contextlib.AbstractContextManager:
-        remedy = "Make room or mend the folder, then go on with --resume auto."
+        remedy = "Check the disk space and the folder, then continue with --resume auto."
         return explained((OSError, SafetensorError), f"{what} cannot be written in {self.output}", remedy)
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
@@ -212,22 +212,22 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
         return None
     if resume == "auto":
         if output is None:
-            raise R3LiteError("--resume auto looks in --output, and none is named", "Pass --output FOLDER.")
+            raise R3LiteError("--resume auto needs the run folder", "Pass --output FOLDER.")
         return Path(output)
     folder = Path(resume)
     if not folder.is_dir():
-        raise R3LiteError(f"--resume {resume}: there is no such folder", "Name a run folder or a checkpoint in it.")
+        raise R3LiteError(f"--resume {resume}: no such folder", "Pass a run folder or a checkpoint in it.")
     return folder.parent if _is_checkpoint(folder) else folder
 
 
 def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:
-    """The checkpoint that --resume names, or the newest sound one of the run folder; None: a fresh start."""
+    """The checkpoint that --resume names, or the latest valid one of the run folder; None: a new run."""
     if run is None:
         return None
     if _is_checkpoint(Path(resume)):
         return Path(resume)
-    found = checkpoint.newest_sound(run)
+    found = checkpoint.newest_valid(run)
     if found is None and (resume != "auto" or checkpoint.all_of(run)):
-        remedy = "Name another run folder or checkpoint, or start afresh in another --output."
-        raise R3LiteError(f"no checkpoint in {run} is sound", remedy)
+        remedy = "Pass another run folder or checkpoint, or start a new run with another --output."
+        raise R3LiteError(f"{run} has no valid checkpoint", remedy)
     return found

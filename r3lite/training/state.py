@@ -91,11 +91,11 @@ class TrainState:
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
         wrong = {name for name, _ in ours.items() ^ theirs.items()}
         if wrong:
-            cause = f"the checkpoint holds other weights than this run: {len(wrong)} differ, such as {min(wrong)}"
+            cause = f"the checkpoint and this run have different weights: {len(wrong)} differ, such as {min(wrong)}"
             raise R3LiteError(cause, "Resume with the first run's --model, --adapter and LoRA settings.")
         if loaded.state["data"] != self.data:
-            remedy = "Resume with the first run's --data, tokenizer and prompts, or start anew with --adapter."
-            raise R3LiteError("the data are not those that the run was started with", remedy)
+            remedy = "Resume with the first run's --data, tokenizer and prompts, or start a new run with --adapter."
+            raise R3LiteError("the data have changed since the run started", remedy)
         in_files = {name: {"tensors": loaded.tensors[name]} for name in loaded.tensors if name not in GROUPS}
         self._load_parts({name: state | in_files.get(name, {}) for name, state in loaded.state["kept"].items()})
         self.go_back(loaded)
@@ -114,7 +114,7 @@ class TrainState:
             if name in LATER and name not in kept:
                 continue
             if name not in kept:
-                raise R3LiteError(f"the checkpoint does not hold what {name} needs", "Start anew with --adapter.")
+                raise R3LiteError(f"the checkpoint has no state of {name}", "Start a new run with --adapter.")
             part.load_state_dict(kept[name])
 
     def differences(self, kept: dict[str, dict]) -> list[str]:

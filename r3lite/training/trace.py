@@ -15,7 +15,7 @@ from r3lite.core.spans import MAIN, Span, Spans
 from r3lite.training.metrics import writing
 
 CHROME, OPENTELEMETRY = "trace.json", "spans.jsonl"
-REMEDY = "Move it away, or leave --track-spans out."
+REMEDY = "Move it away, or remove --track-spans."
 SERVICE = "r3lite"
 INTERNAL = 1  # OpenTelemetry's kind of a span that is no call of another service
 CLOSED = "\n]\n"

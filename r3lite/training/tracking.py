@@ -45,7 +45,7 @@ def _tensorboard(output: Path, done: int) -> Tracker:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    print(f"tracked: tensorboard --logdir {output / 'tensorboard'}", file=sys.stderr)
+    print(f"to see the curves: tensorboard --logdir {output / 'tensorboard'}", file=sys.stderr)
     return Tracker(write, writer.close)
 
 
@@ -53,10 +53,10 @@ def _wandb(settings: dict, output: Path, done: int) -> Tracker:
     import wandb
 
     path = output / WANDB_ID
-    known = read_text(path, "Remove it to begin a new run of Weights & Biases.").strip() if path.exists() else None
+    known = read_text(path, "Delete it to start a new Weights & Biases run.").strip() if path.exists() else None
     place = {"project": settings["track_project"], "name": settings["track_name"] or output.name, "dir": str(output)}
     resumed = {"id": known if done else None, "resume": "allow" if known and done else None}
-    remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or leave --track out."
+    remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or remove --track."
     with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy):
         run = wandb.init(**place, **resumed, config=settings)
     write_text(path, run.id + "\n")

@@ -11,7 +11,7 @@ from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record
 from r3lite.settings import TuningSettings
 
-REMEDY = "Name another --output; what is there stays as it is."
+REMEDY = "Pass another --output; this one is not changed."
 Score = dict[str, float]  # value, low, high
 
 
@@ -53,7 +53,7 @@ class Round:
 class History:
     """All prompts of a run and its rounds, in a file that is written anew at each change.
 
-    `origin` tells runs on other prompts or questions apart.
+    `origin` differs for runs on other prompts or questions.
     """
 
     def __init__(self, path: Path, origin: str, metric: str, prompt: str):
@@ -65,7 +65,7 @@ class History:
     def _read(self) -> None:
         record = read_record(self.path, REMEDY)
         if record.text("origin") != self.origin:
-            raise R3LiteError(f"{self.path} is of another first prompt or of other questions", REMEDY)
+            raise R3LiteError(f"{self.path} has another first prompt or other questions", REMEDY)
         self.candidates = [Candidate.from_json(c) for c in record.records("candidates")]
         if [c.id for c in self.candidates] != list(range(max(1, len(self.candidates)))):
             raise record.error("the candidates are not numbered from 0")
@@ -123,7 +123,7 @@ class History:
             score = shown(self.candidates[over.best].scores[self.metric])
             line = f"{over.number:<7}{len(of_round):>8}{rejected:>10}{over.best:>6}   {score:<24}{gained}"
             lines.append(line.rstrip())
-        lines += [f"rejected: {c.id}, of {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
+        lines += [f"rejected: {c.id}, from {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
         return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from r3lite.checks import card
 from r3lite.checks.registry import CHECKS
 from r3lite.devices.precision import DTYPES, Precision, resolve_device
 
-# A card's kernels may add in no fixed order: then a resumed run cannot be equal to the bit.
+# A card's kernels may add does not repeat runs exactly: then a resumed run cannot be equal to the bit.
 MAY_BE_SKIPPED = {("logits in 16 bits", "fp32"), ("training in fp16", "fp16"), *(("resume", name) for name in DTYPES)}
 
 

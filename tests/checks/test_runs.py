@@ -141,7 +141,7 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
     monkeypatch.setattr(supervised.SFTTrainer, "step", noisy)
     found = runs.resume(EXACT)
-    assert found.state == "skipped" and "in no fixed order" in found.message
+    assert found.state == "skipped" and "does not repeat runs exactly" in found.message
 
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):

@@ -32,7 +32,7 @@ def test_a_question_is_refused_by_its_id_and_by_its_words(tmp_path, capsys):
         asked("a-2", "Where?"),  # the row at this place of a.jsonl is not called so
     ]
     assert [q.id for q in without(questions, [a, b])] == ["3", "a-2"]
-    assert capsys.readouterr().err == "--exclude: 3 of 5 questions left out (2 by id, 1 by text)\n"
+    assert capsys.readouterr().err == "--exclude: left out 3 of 5 questions (2 by id, 1 by text)\n"
 
 
 def test_questions_of_trajectories_and_of_sources_are_left_out(tmp_path):
@@ -48,5 +48,5 @@ def test_questions_of_trajectories_and_of_sources_are_left_out(tmp_path):
 
 
 def test_nothing_left_is_an_error(tmp_path):
-    with pytest.raises(R3LiteError, match="every question of the data"):
+    with pytest.raises(R3LiteError, match="--exclude leaves no question"):
         without([asked("1", "Who?")], [write(tmp_path / "a.jsonl", {"question": "Who?"})])

@@ -34,7 +34,7 @@ def test_files_of_a_hub_split(files, subset, split, picked):
 def test_a_split_in_several_subsets_or_in_none_is_refused():
     with pytest.raises(R3LiteError, match="several subsets: a, b"):
         hub.pick(["a/train.json", "b/train.json"], "name", "", "train")
-    with pytest.raises(R3LiteError, match="There is a/train"):
+    with pytest.raises(R3LiteError, match="It has a/train"):
         hub.pick(["a/train.json"], "name", "a", "test")
     with pytest.raises(R3LiteError, match="a loading script is never run"):
         hub.pick([], "name", "a", "test")
@@ -140,7 +140,7 @@ def test_a_hub_string_downloads_and_reads(fake_hub, branch):
 
 def test_a_damaged_download_is_refused(fake_hub):
     fake_hub.sha256 = "0" * 64
-    with pytest.raises(R3LiteError, match="its SHA-256 differs") as error:
+    with pytest.raises(R3LiteError, match="its SHA-256 is not that of the hub") as error:
         read_questions("owner/set,sub,train")
     assert "Delete" in str(error.value)
 
@@ -152,5 +152,5 @@ def test_a_hub_string_without_a_network_says_what_to_put_where():
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | setting, capture_output=True, text=True, timeout=60
         )
-        assert "R3LiteError: the data set 'hotpotqa/hotpot_qa' cannot be fetched" in done.stderr
+        assert "R3LiteError: the data set 'hotpotqa/hotpot_qa' cannot be downloaded" in done.stderr
         assert "hotpot_train_v1.1.json" in done.stderr and "--data" in done.stderr

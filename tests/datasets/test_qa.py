@@ -146,13 +146,13 @@ def test_limit_stops_before_a_later_bad_row(tmp_path):
         ({"question": "Q?", "answer": "a", "task": ["coding"]}, "task is ['coding'], not text"),
         ({k: v for k, v in HOTPOT.items() if k != "answer"}, "no answer"),
         (HOTPOT | {"context": [["only a title"]]}, "context is not a list of lists of 2"),
-        (MUSIQUE | {"paragraphs": MUSIQUE["paragraphs"][:1]}, "supported by paragraph 2"),
+        (MUSIQUE | {"paragraphs": MUSIQUE["paragraphs"][:1]}, "paragraph_support_idx is 2"),
         (MUSIQUE | {"paragraphs": [{"idx": 0}]}, "title is missing"),
         # Text that is none was found out by the retriever, with a traceback.
         (paragraph(title=None), "paragraphs[0].title is missing"),
         (paragraph(paragraph_text=None), "paragraphs[0].paragraph_text is missing"),
-        (HOTPOT | {"context": [*HOTPOT["context"], [None, ["A street."]]]}, "context is not a list of titles"),
-        (HOTPOT | {"context": [*HOTPOT["context"], [7, ["A street."]]]}, "context is not a list of titles"),
+        (HOTPOT | {"context": [*HOTPOT["context"], [None, ["A street."]]]}, "context is not a list of pairs"),
+        (HOTPOT | {"context": [*HOTPOT["context"], [7, ["A street."]]]}, "context is not a list of pairs"),
         (HOTPOT | {"question": "\ud83d"}, "half of a surrogate pair"),
         (HOTPOT | {"context": json.dumps([["\ud83d", ["A street."]]])}, "half of a surrogate pair"),
     ],
@@ -165,11 +165,11 @@ def test_a_bad_row_is_named_by_file_line_and_reason_or_counted(tmp_path, capsys,
     assert f"{path}, line 2: " in caught.value.cause and reason in caught.value.cause
     assert "--skip-bad-rows" in caught.value.remedy
     assert len(read_questions(path, skip_bad_rows=True)) == 2
-    assert "1 bad rows skipped" in capsys.readouterr().err
+    assert "skipped 1 bad rows" in capsys.readouterr().err
 
 
 def test_a_bad_element_of_an_array_is_named_by_its_row(tmp_path):
-    for bad, reason in (("7", "not a JSON object"), (HOTPOT | {"question": "\ud83d"}, "it holds half of a surrogate")):
+    for bad, reason in (("7", "not a JSON object"), (HOTPOT | {"question": "\ud83d"}, "contains half of a surrogate")):
         path = write(tmp_path / "a.json", [HOTPOT, bad], array=True)
         with pytest.raises(R3LiteError, match=f"row 2: {reason}") as error:
             read_questions(path)
@@ -228,7 +228,7 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(R3LiteError, match="there is no such file"):
+    with pytest.raises(R3LiteError, match="no such file"):
         read_questions("no/such/file.json")
 
 

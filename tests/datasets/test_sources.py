@@ -144,10 +144,10 @@ def test_rows_of_sft_are_of_the_type_of_their_source(sources):
 @pytest.mark.parametrize(
     ("kind", "row", "told"),
     [
-        ("qa", ROWS["chat"], "line 1: it is a conversation, and the type of the source is qa"),
-        ("chat", STEPS, "line 1: it is a trajectory, and the type of the source is chat"),
-        ("r1", ROWS["chat"], "line 1: the assistant does not think between <think> and </think>"),
-        ("coding", {"instruction": "x"}, "line 1: it has neither 'steps'"),
+        ("qa", ROWS["chat"], "line 1: a conversation, but the type of the source is qa"),
+        ("chat", STEPS, "line 1: a trajectory, but the type of the source is chat"),
+        ("r1", ROWS["chat"], "line 1: no assistant message with a thought that ends with </think>"),
+        ("coding", {"instruction": "x"}, "line 1: has neither 'steps'"),
     ],
 )
 def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, told):
@@ -161,14 +161,14 @@ def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, to
     ("kind", "rows", "told"),
     [
         ("qa", [{"question": "x"}], "the source mine: "),
-        ("r1", [ROWS["chat"]], "line 1: the reply that is asked for has no answer after a thought"),
-        ("r1", [thinks("Two.</think> ")], "line 1: the reply that is asked for has no answer after a thought"),
-        ("chat", [{"text": "x"}], "line 1: it has neither 'question' and 'answer' nor the keys of a conversation"),
-        ("chat", [ROWS["chat"] | ROWS["coding"]], "which is meant?"),
-        ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user's message"),
-        ("chat", [ROWS["chat"] | {"tools": [{"name": "rate"}]}], "line 1: it has tools, which only SFT takes"),
-        ("chat", [ROWS["chat"]] * 2, "the source mine: two rows have the id '1'"),
-        ("chat", [], "holds no usable row"),
+        ("r1", [ROWS["chat"]], "line 1: the reply to learn has no answer after </think>"),
+        ("r1", [thinks("Two.</think> ")], "line 1: the reply to learn has no answer after </think>"),
+        ("chat", [{"text": "x"}], "line 1: has neither 'question' and 'answer' nor the keys of a conversation"),
+        ("chat", [ROWS["chat"] | ROWS["coding"]], "the keys fit more than one layout"),
+        ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user message"),
+        ("chat", [ROWS["chat"] | {"tools": [{"name": "rate"}]}], "line 1: has tools, which only sft supports"),
+        ("chat", [ROWS["chat"]] * 2, "the source mine: duplicate id '1'"),
+        ("chat", [], "has no usable row"),
         ("function_calling", [ROWS["chat"]], "line 1: no message of the assistant calls a function"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_file_that_is_not_there_is_told_with_its_source():
 
 def test_a_source_that_is_held_out_whole_is_told():
     """It was told that no row fits into --max-length."""
-    with pytest.raises(R3LiteError, match="the source b has nothing left to train on: its rows are held out"):
+    with pytest.raises(R3LiteError, match="the source b has no rows left to train on: all are held out"):
         encode_rows_of({"a": [Conversation("1", ())], "b": []}, {})
 
 

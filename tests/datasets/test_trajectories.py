@@ -168,7 +168,7 @@ def test_rows_that_do_not_fit_are_counted_aloud(tokenizer, encoded, capsys):
     long = Trajectory("q2", "why " * 500, ("a",), (Step("So.", answer="a"),))
     rows = encode_rows([TRAJECTORY, long], layout)
     assert [r.tokens for r in rows] == [encoded.tokens]
-    assert f"1 of 2 rows are longer than {len(encoded.tokens)} tokens" in capsys.readouterr().err
+    assert f"left out 1 of 2 rows, longer than {len(encoded.tokens)} tokens" in capsys.readouterr().err
     with pytest.raises(R3LiteError, match="no row fits"):
         encode_rows([long], layout_of(tokenizer, max_length=64))
 
@@ -206,7 +206,7 @@ def test_a_reply_of_weight_0_and_one_with_tools(tokenizer):
 def test_steps_that_search_are_refused_by_a_format_without_search():
     """They cannot be rendered: it was an AssertionError."""
     row = Record(TRAJECTORY.to_json(), Source("", ""))
-    with pytest.raises(InvalidRecord, match="step 1 asks for documents"):
+    with pytest.raises(InvalidRecord, match="step 1 has a query"):
         row_from_json(row, build_protocol(ProtocolSettings(format="solution")))
 
 
@@ -232,15 +232,15 @@ def changed(number, **fields):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (TRAJECTORY.to_json() | {"steps": []}, "it has no steps"),
+        (TRAJECTORY.to_json() | {"steps": []}, "no steps"),
         (TRAJECTORY.to_json() | {"question": ""}, "question is blank"),
-        (TRAJECTORY.to_json() | {"steps": TRAJECTORY.to_json()["steps"][:2]}, "its last step does not answer"),
+        (TRAJECTORY.to_json() | {"steps": TRAJECTORY.to_json()["steps"][:2]}, "the last step does not answer"),
         (changed(0, analysis=" "), "step 1 has no problem analysis"),
         (changed(1, query="who directed Brenn"), "step 2 repeats an earlier query"),
         (changed(0, query="two\nlines"), "step 1 goes on after the query"),
         (changed(0, analysis="a\nThe final answer: Rome"), "step 1 has both a query and an answer"),
         (changed(1, answer="Oslo"), "step 2 has both a query and an answer"),
-        (changed(1, answer="Oslo", query=None), "step 2 answers, but steps follow it"),
+        (changed(1, answer="Oslo", query=None), "step 2 answers, but is not the last"),
         (changed(2, answer=""), "step 3 has an empty answer"),
         (changed(0, documents=[{"id": 1}]), "title is missing"),
         # These two were found out by the tokenizer, with a traceback.
@@ -252,7 +252,7 @@ def changed(number, **fields):
         ({"messages": [{"role": "user", "content": "Hi"}]}, "nothing to train on"),
         ({"messages": [{"role": "bot", "content": "Hi"}]}, "messages[0].role is 'bot'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
-        ({"question": "Q?", "answer": "a"}, "by `python -m r3lite.collect`"),
+        ({"question": "Q?", "answer": "a"}, "run `python -m r3lite.collect`"),
         ({"text": "a"}, "neither 'steps'"),
     ],
 )
@@ -262,4 +262,4 @@ def test_a_bad_row_is_named_by_file_line_and_reason_or_counted(tmp_path, capsys,
         read_rows(path, FORMAT)
     assert f"{path}, line 2: " in caught.value.cause and reason in caught.value.cause
     assert read_rows(path, FORMAT, skip_bad_rows=True) == [TRAJECTORY]
-    assert "1 bad rows skipped" in capsys.readouterr().err
+    assert "skipped 1 bad rows" in capsys.readouterr().err

@@ -177,8 +177,8 @@ def test_ranks_that_differ_are_refused(processes, toy, tmp_path, change, of_last
     assert together.run("sft", sft(toy, tmp_path / "run"), change, of_last=of_last) == [1, 1]
     for rank, place in ((0, ""), (1, "[rank 1] ")):
         said = together.said(rank)
-        assert f"{place}r3lite.sft stopped: the processes of this run do not agree on {told}" in said
-        assert "same arguments, the same r3lite and the same files on all machines" in said
+        assert f"{place}r3lite.sft stopped: the processes of this run differ in {told}" in said
+        assert "same arguments, r3lite version and files on all machines" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -249,15 +249,14 @@ def test_a_rank_that_gives_no_sign_of_life_ends_the_others(toy, tmp_path):
     finally:
         os.kill(last, signal.SIGKILL)
     run.end()
-    assert "r3lite.sft stopped: rank 1 has given no sign of life for 18 s" in run.said()
+    assert "r3lite.sft stopped: rank 1 has not responded for 18 s" in run.said()
 
 
 def test_other_commands_are_refused_and_a_dry_run_prints_once(processes, toy, tmp_path):
     together = processes(2)
     assert together.run("evaluate", ["--data", "x.jsonl"]) == [2, 2]
-    told = (
-        "torchrun has started 2 processes, and evaluate is one: python -m r3lite.evaluate. Several may run sft and ppo"
-    )
+    told = "torchrun has started 2 processes, and evaluate is one: python -m r3lite.evaluate"
+    told += ". Only sft and ppo can run in several"
     assert together.said(0) == f"r3lite.evaluate: {told}\n"
     assert together.said(1) == f"[rank 1] r3lite.evaluate: {told}\n"
     assert together.run("sft", [*sft(toy, tmp_path / "run"), "--dry-run"]) == [0, 0]

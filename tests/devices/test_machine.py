@@ -74,8 +74,8 @@ def test_a_card_is_told_with_its_memory_and_power():
     here |= {"python": "3.12", "torch": "2.13", "cuda": "13.0", "device": "cuda", "default_dtype": "fp16"}
     told = machine.lines(here)
     assert told["processor"] == "a processor, 8 cores, 8 threads used"
-    assert told["card"] == "NVIDIA GeForce GTX 1650, compute capability 7.5"
-    assert told["card's memory"] == "3,897 MiB, 3,600 free; the host's cannot be pinned: offloading is slower"
+    assert told["GPU"] == "NVIDIA GeForce GTX 1650, compute capability 7.5"
+    assert told["GPU memory"] == "3,897 MiB, 3,600 free; host memory cannot be pinned, so offloading is slower"
     assert told["driver"] == "580.95, P8, 3.1 of 35.0 W, 41 C"
 
 

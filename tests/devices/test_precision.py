@@ -37,7 +37,7 @@ def test_on_a_card_auto_is_bf16_or_fp16_and_never_fp32(monkeypatch, has_bf16, dt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_an_error_with_a_remedy():
-    with pytest.raises(R3LiteError, match=r"--device cuda .* finds none") as error:
+    with pytest.raises(R3LiteError, match=r"--device is cuda, .* finds no such device") as error:
         precision.resolve_device("cuda")
     assert "pytorch.org/get-started" in error.value.remedy
 

@@ -105,7 +105,7 @@ def in_a_new_process() -> cards.Speeds | None:
 def test_a_device_is_measured_once_and_that_is_told(measured, capsys):
     assert in_a_new_process() == measured[0]
     told = capsys.readouterr().err
-    assert told.startswith("the speed of this device was measured in 0.0 s and is kept (python -m r3lite.doctor")
+    assert told.startswith("measured the speed of this device in 0.0 s; saved (python -m r3lite.doctor")
     assert told.count("\n") == 1
     assert in_a_new_process() == measured[0] and len(measured) == 1
     assert capsys.readouterr() == ("", "")
@@ -115,14 +115,14 @@ def test_what_cannot_be_kept_serves_this_run(measured, tmp_path, capsys):
     (tmp_path / "cache").touch()  # no folder
     assert speed.speeds_of(CPU, F.linear) == speed.speeds_of(CPU, F.linear) == measured[0] and len(measured) == 1
     told = capsys.readouterr().err
-    assert " and is not kept: [Errno " in told and str(tmp_path) in told and told.count("\n") == 1
+    assert "; not saved: [Errno " in told and str(tmp_path) in told and told.count("\n") == 1
 
 
 def test_a_cpu_that_was_measured_beside_other_programs_is_measured_again_when_they_rest(measured, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(os, "getloadavg", lambda: (99_999.0, 0.0, 0.0), raising=False)
         assert in_a_new_process() == in_a_new_process() == replace(measured[0], source=cards.BESIDE_OTHERS)
-        assert capsys.readouterr().err.endswith("s and is kept until other programs rest\n") and len(measured) == 1
+        assert capsys.readouterr().err.endswith("s; saved until other programs are idle\n") and len(measured) == 1
     assert in_a_new_process() == in_a_new_process() == measured[1]
     monkeypatch.setattr(os, "getloadavg", lambda: (99_999.0, 0.0, 0.0), raising=False)
     assert in_a_new_process() == measured[1] and len(measured) == 2
@@ -137,5 +137,5 @@ def test_a_measurement_that_fails_is_a_line_and_no_failure(measured, monkeypatch
     monkeypatch.setattr(speed, "measure", refuse)
     assert speed.speeds_of(CPU, F.linear) is None
     told = capsys.readouterr().err
-    assert told.startswith("warning: how fast this device is cannot be measured: OutOfMemoryError('CUDA out of memory.")
+    assert told.startswith("warning: cannot measure the speed of this device: OutOfMemoryError('CUDA out of memory.")
     assert told.count("\n") == 1

@@ -166,7 +166,7 @@ def test_an_export_with_another_prompt_is_refused_and_removed(base, exported, mo
     assert (
         status == 1
         and not output.exists()
-        and "other programs would make the prompt" in said
+        and "other programs would build the prompt" in said
         and "You are kind." in said
     )
 
@@ -177,7 +177,7 @@ def test_a_modelfile_with_another_prompt_is_refused(base):
     written = chats.modelfile("model.gguf", protocol, Tokenizer.load(folder))
     definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
     chats.check("Modelfile", definition, chats.filled(written, chats.QUESTION), prompt(folder))
-    with pytest.raises(R3LiteError, match="Modelfile: other programs would make the prompt"):
+    with pytest.raises(R3LiteError, match="Modelfile: other programs would build the prompt"):
         chats.check("Modelfile", definition, chats.filled(written, "Why?"), prompt(folder))
 
 

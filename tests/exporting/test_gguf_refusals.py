@@ -36,4 +36,4 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path, ca
     path.write_text(json.dumps(content), encoding="utf-8")
     flags = ["--preset", "tiny", "--model", str(folder), "--form", "gguf", "--prompts", "0"]
     assert export.main([*flags, "--output", str(tmp_path / "x")]) == 1
-    assert "texts are split in another way" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    assert "splits text in an unsupported way" in capsys.readouterr().err and not (tmp_path / "x").exists()

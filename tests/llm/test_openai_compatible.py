@@ -172,7 +172,7 @@ def test_the_name_of_the_limit_that_a_server_wants_is_remembered(server, asked, 
         ["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]
     ]  # fmt: skip
     assert client.counts()["failures"] == 0
-    assert capsys.readouterr().err.count("m takes its limit as max_completion_tokens: 400") == 1
+    assert capsys.readouterr().err.count("m needs max_completion_tokens; continuing with it: 400") == 1
 
 
 def test_a_server_that_wants_neither_name_has_refused(server, asked):
@@ -189,8 +189,8 @@ def test_429_waits_as_long_as_it_is_told(server, asked, clock):
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
-        (401, failed("Incorrect API key provided", "invalid_api_key"), "the key is not accepted"),
-        (403, {"error": "Forbidden"}, "the key is not accepted: 403 : Forbidden"),
+        (401, failed("Incorrect API key provided", "invalid_api_key"), "the API key was rejected"),
+        (403, {"error": "Forbidden"}, "the API key was rejected: 403 : Forbidden"),
         (404, failed("The model `m` does not exist", "model_not_found"), "m cannot be used"),
         (404, {"object": "error", "message": "no such model", "code": 404}, "m cannot be used: 404 : no such model"),
         (429, failed("You exceeded your current quota", "insufficient_quota"), "the account has no credit left"),

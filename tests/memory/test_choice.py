@@ -124,10 +124,10 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
 )
 def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fixed, gib, flag):
     w, budget = qwen(size, **WORKLOADS[algorithm]), int(gib * (1 << 30))
-    with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at least, and the budget is [\d,]+ MiB") as error:
+    with pytest.raises(R3LiteError, match=r"needs at least [\d,]+ MiB, but the budget is [\d,]+ MiB") as error:
         choose(w, fixed, budget, list(QWEN25.items()))
     remedy, _, elsewhere = error.value.remedy.partition(". ")
-    assert elsewhere == "Or take a machine with a larger card: each of several processes holds all of it."
+    assert elsewhere == "More processes do not help: each needs as much."
     told = remedy.removeprefix("It would fit with ").split("; or ")
     assert 1 <= len(told) <= 3
     assert any(remedy.startswith(flag) for remedy in told)

@@ -100,7 +100,7 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     speeds = replace(speeds, flops={"fp16": 1e12})
     found = predict(replace(ROUND, speeds=speeds, scores=True, steps=5), memory)
     assert list(found.phases) == ["sample", "score", "update"] and found.run == 5 * found.seconds
-    assert found.line().endswith(" for 5; predicted from this device's speed as measured")
+    assert found.line().endswith(" for 5; predicted from this device's speed, measured")
     assert found.line().startswith("up to ") and "for a round (sample " in found.line()
     step = predict(replace(SFT, speeds=speeds, mean_tokens=100.0, writes=40.0), memory)
     assert list(step.phases) == ["update"] and step.run is None
@@ -108,7 +108,7 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     short = predict(replace(SFT, speeds=speeds), memory)
     assert short.seconds > 9 * step.seconds and short.line().startswith("up to ")
     asked = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory)
-    assert " for sampling 8 episodes; predicted from the peak speeds of the GTX 1650, so" in asked.line()
+    assert " for sampling 8 episodes; predicted from the peak speed of the GTX 1650, so" in asked.line()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_validations_are_counted_and_refills_are_named():
     # Twice as many answers as a round has: before the first round, after rounds 10, 20 and 25.
     assert found.validation == pytest.approx(2 * plain.phases["sample"]) and found.validations == 4
     assert found.run == pytest.approx(25 * plain.seconds + 4 * found.validation) and found.seconds == plain.seconds
-    assert f"for 25 and 4 validations of {in_words(found.validation)}; not counted: up to 3 refills" in found.line()
+    assert f"for 25 and 4 validations of {in_words(found.validation)}; without up to 3 refills" in found.line()
     assert found.report()["validation"] == round(found.validation, 4)
     unknown = replace(found, workload=replace(found.workload, steps=None))
     assert unknown.run is None and f", a validation of {in_words(found.validation)};" in unknown.line()

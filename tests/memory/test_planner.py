@@ -305,4 +305,4 @@ def test_what_streaming_does_not_go_with_or_has_no_memory_for_is_refused(folder,
     assert "Pass --recompute-layers none" in capsys.readouterr().err
     monkeypatch.setattr("r3lite.memory.plan.host_memory", lambda: 1 << 20)
     assert sft.main(given) == 1
-    assert "of the host's memory, which has 1 MiB" in capsys.readouterr().err
+    assert "of host memory, but there are 1 MiB" in capsys.readouterr().err

@@ -225,9 +225,9 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     told = capsys.readouterr().err
     assert "r3lite.sft stopped: the device ran out of memory, and no size can be reduced further" in told
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
-    assert "Close what else uses the card and go on with --resume auto" in told and "Traceback" not in told
+    assert "Close other programs that use the GPU and continue with --resume auto" in told and "Traceback" not in told
     assert list(checkpoint.all_of(tmp_path / "run")) == ([] if failed == 1 else [2])
-    assert ("step 2 is saved; go on with" in told) == (failed == 3)
+    assert ("saved step 2; continue with" in told) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
     one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypat
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
-    assert told.rstrip().endswith("and --quantize nf4 or a smaller --max-length.")
+    assert told.rstrip().endswith("with --quantize nf4 or a smaller --max-length.")
 
 
 def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):

@@ -132,10 +132,13 @@ def test_a_family_s_defaults_are_those_of_transformers(tmp_path, model_type):
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
         ({"model_type": "llama", "rope_parameters": LLAMA3 | {"factor": None}}, "rope_parameters.factor is missing"),
-        ({"model_type": "llama", "rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is not below"),
+        (
+            {"model_type": "llama", "rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor must be less than",
+        ),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
-        ({"model_type": "qwen3", "head_dim": 31}, "head_dim) is 31"),
+        ({"model_type": "qwen3", "head_dim": 31}, "head_dim is 31"),
         ({"model_type": "llama", "num_attention_heads": 3}, "do not divide"),
     ],
 )

@@ -51,7 +51,7 @@ def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_
         narrow(IDS).dtype == torch.bfloat16 and narrow.model.layers[0].mlp.up_proj.absmax_scale.dtype == torch.float32
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    with pytest.raises(R3LiteError, match="is there already"):
+    with pytest.raises(R3LiteError, match="already exists"):
         save_nf4(model, folder, out)
     save_nf4(again, out, tmp_path / "copy")  # from one to the next
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()
@@ -65,7 +65,7 @@ UP = "model.layers.1.mlp.up_proj"
     [
         ({f"{UP}.codes": None}, rf"missing tensor {UP}\.codes"),
         ({f"{UP}.weight": torch.zeros(128, 64)}, rf"unexpected tensor {UP}\.weight"),
-        ({f"{UP}.codes": torch.zeros(128, 33, dtype=torch.uint8)}, rf"{UP}\.codes has the shape \[128, 33\]"),
+        ({f"{UP}.codes": torch.zeros(128, 33, dtype=torch.uint8)}, rf"{UP}\.codes has shape \[128, 33\]"),
         ({f"{UP}.codes": torch.zeros(128, 32, dtype=torch.int8)}, rf"{UP}\.codes is of type torch\.int8"),
         ({f"{UP}.absmax_scale": torch.zeros(1, dtype=torch.float16)}, r"absmax_scale is of type torch\.float16"),
     ],

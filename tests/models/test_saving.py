@@ -31,7 +31,7 @@ def test_a_merged_checkpoint_has_the_sources_files_and_the_published_names(small
     again = load_model(out, torch.float32, "cpu")
     assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    with pytest.raises(R3LiteError, match="is there already"):
+    with pytest.raises(R3LiteError, match="already exists"):
         save_merged(model, source, out)
 
 

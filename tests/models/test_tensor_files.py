@@ -61,10 +61,10 @@ def test_the_same_tensors_and_metadata_are_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (os.mkfifo, "is a pipe or a device"),
+        (os.mkfifo, "is a pipe or device"),
         (os.mkdir, "is a folder, not a file"),
         (lambda path: path.write_bytes(b"\xff" * 100), "cannot be read"),
-        (lambda path: path.symlink_to("/dev/zero"), "is a pipe or a device"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a pipe or device"),
         (lambda path: path.symlink_to(path), "cannot be read"),
         (lambda path: None, "No such file"),
     ],

@@ -207,7 +207,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             "unexpected tensor model.layers.3.mlp.up_proj.weight",
         ),
         ({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected tensor .*o_proj.bias"),
-        ({Q: torch.zeros(64, 63)}, rf"{Q} has the shape \[64, 63\], config.json asks for \[64, 64\]"),
+        ({Q: torch.zeros(64, 63)}, rf"{Q} has shape \[64, 63\], but config.json needs \[64, 64\]"),
         ({Q: torch.zeros(64, 64, dtype=torch.int8)}, f"{Q} is of type torch.int8"),
     ],
 )
@@ -229,8 +229,8 @@ def test_an_untied_model_needs_its_head(small_model, write_folder, tmp_path):
     [
         ({"model_type": "gemma"}, "model_type is 'gemma'"),
         ({"model_type": None}, "model_type is missing"),
-        ({"use_sliding_window": True}, "sliding-window attention is switched on"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is switched on"),
+        ({"use_sliding_window": True}, "sliding-window attention is on"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is on"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -276,9 +276,9 @@ def test_pickled_broken_and_absent_files_are_explained(small_model, write_folder
 def test_names_of_models(tmp_path, monkeypatch):
     assert resolve_folder(str(tmp_path)) == tmp_path
     assert resolve_folder("tiny").parts[-2:] == ("checkpoints", "tiny")
-    with pytest.raises(R3LiteError, match="there is no model folder"):
+    with pytest.raises(R3LiteError, match="no such model folder"):
         resolve_folder(str(tmp_path / "gone"))
-    with pytest.raises(R3LiteError, match="there is no model folder nosuch"):
+    with pytest.raises(R3LiteError, match="no such model folder: nosuch"):
         resolve_folder("nosuch")
     asked = {}
 
@@ -298,7 +298,7 @@ def test_offline_says_what_to_put_where(tmp_path):
     root = str(weights.shipped("prompts").parent)
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
     assert "R3LiteError: the model Qwen/Qwen2.5-0.5B-Instruct is neither a folder nor cached" in done.stderr
-    assert "put the model's config.json, tokenizer.json" in done.stderr
+    assert "copy the model's config.json, tokenizer.json" in done.stderr
 
 
 def test_the_bare_base_is_untouched_by_an_adapter(small_model):

@@ -28,7 +28,7 @@ SIZES = {"intermediate_size": 128}  # in_features of NF4 must be multiples of 64
         ({"vocab_size": -300}, "vocab_size is -300"),
         ({"vocab_size": 10**15}, "vocab_size is 1000000000000000"),
         ({"hidden_size": [64]}, r"hidden_size is \[64\]"),
-        ({"head_dim": 15}, "is 15, an odd number"),
+        ({"head_dim": 15}, "is 15; it must be even"),
         ({"head_dim": "16"}, "head_dim is '16'"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a finite number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
@@ -68,7 +68,7 @@ def test_wrong_values_are_named_with_their_key(small_model, write_folder, tmp_pa
         ("[]", "not a JSON object"),
         ('"config"', "not a JSON object"),
         ("", "not JSON"),
-        ('{"vocab_size": 1, "vocab_size": 2}', "is there twice"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "duplicate key"),
     ],
 )
 def test_json_that_is_beyond_bounds(tmp_path, text, words):
@@ -89,8 +89,8 @@ def test_sizes_beyond_the_weights_are_refused_at_once(small_model, write_folder,
     for where, change, words in (
         (source, {"num_hidden_layers": 1000}, r"missing tensor model\.layers\.999"),
         (folder, {"num_hidden_layers": 1000}, r"missing tensor model\.layers\.999"),
-        (source, {"num_hidden_layers": 3, **largest}, "has the shape"),
-        (folder, {"num_hidden_layers": 3, **largest}, "has the shape"),
+        (source, {"num_hidden_layers": 3, **largest}, "has shape"),
+        (folder, {"num_hidden_layers": 3, **largest}, "has shape"),
     ):
         path = where / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -140,7 +140,7 @@ def test_pipes_do_not_hang(small_model, write_folder, tmp_path, name):
         (folder / "model.safetensors").unlink()
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(R3LiteError, match=f"{name} is a pipe or a device"):
+    with pytest.raises(R3LiteError, match=f"{name} is a pipe or device"):
         load_model(folder, torch.float32, "cpu")
 
 

@@ -187,7 +187,7 @@ def test_thinking_is_switched_where_the_template_has_a_switch(folder):
     assert not any(tokenizer.opens_thought for tokenizer in text.values())
     assert Tokenizer.load(folder("r1")).opens_thought and Tokenizer.load(folder("r1"), "on").opens_thought
     for family, thinking in (("r1", "off"), ("qwen2", "on"), ("llama3", "on")):
-        with pytest.raises(R3LiteError, match=f"no switch for --thinking {thinking}"):
+        with pytest.raises(R3LiteError, match=f"not support --thinking {thinking}"):
             Tokenizer.load(folder(family), thinking)
 
 
@@ -196,10 +196,10 @@ def test_thinking_is_switched_where_the_template_has_a_switch(folder):
     [
         ("{{ messages[0].content", "cannot be read"),
         ("{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}{{ x.y.z }}", "refuses a chat of user"),
-        ("{{ ''.__class__.__mro__ }}", "refuses a chat|not each message"),
+        ("{{ ''.__class__.__mro__ }}", "refuses a chat|it must write each message"),
         ("{% for m in messages | reverse %}{{ m.content + '<|im_end|>' }}{% endfor %}", "once and in order"),
-        (TEMPLATES["qwen2"].partition("{% if add_generation_prompt")[0], "not turns that follow one another"),
-        (TEMPLATES["phi3"], "not turns that follow one another"),  # without its tokens
+        (TEMPLATES["qwen2"].partition("{% if add_generation_prompt")[0], "it must append turns"),
+        (TEMPLATES["phi3"], "it must append turns"),  # without its tokens
     ],
 )  # fmt: skip
 def test_templates_that_cannot_be_followed_are_refused(folder, template, words):

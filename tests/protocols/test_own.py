@@ -69,18 +69,18 @@ def test_prompts_of_the_settings_come_first(tmp_path):
 @pytest.mark.parametrize(
     ("path", "old", "new", "message"),
     [
-        (TAGS, 'kind = "tags"', "", "has the kind None; it must be headings or tags"),
-        (TAGS, 'kind = "tags"', 'kind = "tag"', "has the kind 'tag'"),
+        (TAGS, 'kind = "tags"', "", "has kind = None; it must be headings or tags"),
+        (TAGS, 'kind = "tags"', 'kind = "tag"', "has kind = 'tag'"),
         (TAGS, "think =", "thinks =", r"has the unknown key 'thinks' \(did you mean think\?\)"),
-        (TAGS, 'answer = ["<result>", "</result>"]', "", "lacks answer"),
+        (TAGS, 'answer = ["<result>", "</result>"]', "", "has no answer"),
         (TAGS, '["<ask>", "</ask>"]', '"<ask>"', "has search = '<ask>'; it must be an opening and a closing tag"),
         (TAGS, '"</ask>"', '"/ask"', "has search = "),
-        (TAGS, '"</ask>"', '"<REASON>"', "has <reason> twice"),
+        (TAGS, '"</ask>"', '"<REASON>"', "has <reason> more than once"),
         (TAGS, 'search = ["<ask>", "</ask>"]', "", "has only one of search and documents"),
         (TAGS, "{question}", "", "the opening prompt has the placeholders none"),
         (TAGS, "{question}", "{question} {context}", "the opening prompt has the placeholders"),
-        (HEADINGS, '"Round"', '""', "has step = ''; it must be text on a line"),
-        (HEADINGS, '"Found:"', '"Found:\\nx"', "has documents = .*; it must be text on a line"),
+        (HEADINGS, '"Round"', '""', "has step = ''; it must be one line of text"),
+        (HEADINGS, '"Found:"', '"Found:\\nx"', "has documents = .*; it must be one line of text"),
         (HEADINGS, '"Look up:"', '"Look"', "has queries = 'Look these up:', which begins as query does"),
         (HEADINGS, '"Result:"', '"Thought:"', "which begins as"),
         (HEADINGS, "{documents}", "", "the prompt with documents has the placeholders"),
@@ -103,5 +103,5 @@ def test_files_that_cannot_be_read_and_names_that_are_not_known(tmp_path):
         own(tmp_path / "mine.toml")
     with pytest.raises(UsageError, match=r"--format is 'tag' \(did you mean tags\?\); choose from r3, tags"):
         ProtocolSettings(format="tag").check()
-    with pytest.raises(UsageError, match="--verification is for headings"):
+    with pytest.raises(UsageError, match="--verification needs a format with headings"):
         own(TAGS, verification=True)

@@ -102,7 +102,7 @@ def test_documents_are_cut_and_left_out_so_that_question_and_answer_have_room(to
 
 
 def test_without_room_for_a_document_it_is_no_rag(tokenizer):
-    with pytest.raises(R3LiteError, match="leaves no room for a document before question q"):
+    with pytest.raises(R3LiteError, match="has no room for question q with a document"):
         opened(tokenizer, "rag", max_length=250, max_new_tokens=40)
     with pytest.raises(R3LiteError, match="leaves no room for an answer"):
         opened(tokenizer, "rag", max_length=150)

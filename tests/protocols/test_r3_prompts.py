@@ -62,4 +62,4 @@ def test_a_template_that_is_not_there_is_named_as_the_user_did():
     """The error named the place among the shipped files where it was looked for last."""
     with pytest.raises(R3LiteError) as error:
         R3.load(ProtocolSettings(init_prompt="nope.txt"))
-    assert error.value.cause == "prompt file nope.txt cannot be read: there is no such file"
+    assert error.value.cause == "prompt file nope.txt cannot be read: no such file"

@@ -251,7 +251,7 @@ def test_what_is_no_tag_of_its_own_is_refused(end):
 
 
 def test_one_end_alone_of_the_tags_around_documents_is_refused():
-    with pytest.raises(R3LiteError, match="--information-open is <context>, and --information-close is still"):
+    with pytest.raises(R3LiteError, match="--information-open is <context>, but --information-close is"):
         load(format="tags", information_open="<context>")
 
 

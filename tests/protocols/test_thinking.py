@@ -151,7 +151,7 @@ def test_a_reply_without_a_thought_teaches_an_empty_one_where_the_prompt_opens_i
 @pytest.mark.parametrize("thinking", ["auto", "off"])
 def test_a_thought_that_is_switched_off_is_not_trained_on(folder, thinking):  # noqa: F811
     tokenizer = Tokenizer.load(folder("qwen3", False), thinking)
-    with pytest.raises(R3LiteError, match=r"the chat template switches thoughts off\n.*--thinking on"):
+    with pytest.raises(R3LiteError, match=r"thinking is off in the chat template\n.*--thinking on"):
         taught(tokenizer, TRACE)
     with pytest.raises(R3LiteError, match="--thinking on"):
         Layout(tokenizer, ThinkingChat(), LengthSettings())

@@ -183,9 +183,9 @@ def test_padding_falls_back_to_the_stop_token(folder):
 def test_unusable_tokenizers_are_explained(folder, tmp_path):
     with pytest.raises(R3LiteError, match="has no chat template"):
         Tokenizer.load(folder(None))
-    with pytest.raises(R3LiteError, match="ended by a token"):
+    with pytest.raises(R3LiteError, match="end each assistant turn with a token"):
         Tokenizer.load(folder("{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"))
-    with pytest.raises(R3LiteError, match="ended by a token"):
+    with pytest.raises(R3LiteError, match="end each assistant turn with a token"):
         Tokenizer.load(folder(PLAIN, tokens=("<s>",)))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be used"):
@@ -218,15 +218,15 @@ def edited(path, change):
         (lambda t: t["added_tokens"][1].update(id="257"), "cannot be used: invalid type: string"),
         (
             lambda t: t["added_tokens"][2].update(id=10**6),
-            r"added_tokens\[2\]\.id is 1000000; the token '<\|im_end\|>' gets 258",
+            r"added_tokens\[2\]\.id is 1000000, but '<\|im_end\|>' has the id 258",
         ),
         (lambda t: t["model"].update(vocab=[]), "cannot be used"),
         (lambda t: t["model"].update(vocab=t["model"]["vocab"] | {"a": 2**40}), "cannot be used"),
         (lambda t: t["model"].update(vocab=t["model"]["vocab"] | {"a": 66}), "two tokens have the same id"),
-        (lambda t: t["model"]["vocab"].update(ZZ=t["model"]["vocab"].pop("Z")), "does not give every text back"),
-        (lambda t: t.update(decoder=None), "does not give every text back"),
-        (lambda t: t.update(normalizer={"type": "Lowercase"}), "does not give every text back"),
-        (lambda t: t.update(pre_tokenizer=None), "does not give every text back"),
+        (lambda t: t["model"]["vocab"].update(ZZ=t["model"]["vocab"].pop("Z")), "does not decode every text"),
+        (lambda t: t.update(decoder=None), "does not decode every text"),
+        (lambda t: t.update(normalizer={"type": "Lowercase"}), "does not decode every text"),
+        (lambda t: t.update(pre_tokenizer=None), "does not decode every text"),
         (lambda t: t.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}), r"tokenizer\.json"),
         (lambda t: t.update(model=7), "cannot be used"),
     ],
@@ -260,11 +260,11 @@ def test_configs_of_wrong_types_are_refused(folder, config, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.write_text("[" * 200_000), "nested more than|not each message once"),
-        (lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"), "too many digits|not each message once"),
-        (lambda path: path.write_text("[]"), "not a JSON object|not each message once"),
+        (lambda path: path.write_text("[" * 200_000), "nested more than|it must write each message once"),
+        (lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"), "too many digits|it must write each message once"),
+        (lambda path: path.write_text("[]"), "not a JSON object|it must write each message once"),
         (lambda path: path.write_bytes(b"\xff"), "cannot be read"),
-        (os.mkfifo, "is a pipe or a device"),
+        (os.mkfifo, "is a pipe or device"),
         (os.mkdir, "is a folder, not a file"),
     ],
 )

@@ -80,7 +80,7 @@ def test_markup_in_a_text_is_refused(folder, key):  # noqa: F811
     call = CALLS | {"tool_calls": [{"function": {"name": "rate", "arguments": {"of": [forged]}}}]}
     messages = {"result": [ASKED, CALLS, FOUND | {"content": forged}, SAID], "argument": [ASKED, call, FOUND, SAID]}
     tools = [*TOOLS, {"function": {"name": "x", "description": forged}}] if key == "tool" else TOOLS
-    with pytest.raises(R3LiteError, match="has the model's markup in a text: <"):
+    with pytest.raises(R3LiteError, match="contains the model's markup: <"):
         tool_chat(tokenizer, messages.get(key, CHAT), tools)
 
 
@@ -92,7 +92,7 @@ def test_a_thought_is_written_as_the_family_writes_it(folder):  # noqa: F811
     ids, mask = tokenizer.chat(messages)
     assert ids == rendered(path, messages, enable_thinking=True)
     assert trained(tokenizer, ids, mask) == [THOUGHT + "About 10.5.<|im_end|>"]
-    with pytest.raises(R3LiteError, match="switches thoughts off\n  Pass --thinking on"):
+    with pytest.raises(R3LiteError, match="thinking is off in the chat template\n  Pass --thinking on"):
         Tokenizer.load(path).chat(messages)
 
 

@@ -48,5 +48,5 @@ def test_what_holds_no_run_is_refused(tmp_path, what):
     folder = tmp_path / what
     if what == "empty":
         folder.mkdir()
-    with pytest.raises(R3LiteError, match=r"holds no run|is not a folder"):
+    with pytest.raises(R3LiteError, match=r"has no run|is not a folder"):
         read_runs([str(folder)])

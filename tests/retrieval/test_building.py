@@ -82,9 +82,9 @@ def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path,
         (make_encoder(encoder_settings(str(minilm), "plain"), DOCUMENTS), DOCUMENTS, "flat", "encoder"),
         (coarse, DOCUMENTS, "flat", "dtype"),
     ):
-        with pytest.raises(R3LiteError, match=f"was begun with another {what}") as error:
+        with pytest.raises(R3LiteError, match=f"with another {what}") as error:
             build(tmp_path / "i", encoder, documents, kind)
-        assert f"remove {work}" in error.value.remedy
+        assert f"delete {work}" in error.value.remedy
     other = Counted()
     other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
     with pytest.raises(R3LiteError, match="the vectors differ"):
@@ -158,9 +158,7 @@ def test_settings_of_cutting_are_refused_beside_a_corpus(tmp_path, capsys):
     """They were ignored without a word."""
     for option in (["--chunk-tokens", "64"], ["--chunk-overlap", "3", "--dry-run"]):
         assert recipe.main(["--corpus", "x.jsonl", "--output", str(tmp_path / "i"), *option]) == 2
-        assert (
-            f"{option[0]} is {option[1]}, and would do nothing here: it is for --documents" in capsys.readouterr().err
-        )
+        assert f"{option[0]} is {option[1]}, but has no effect here: it needs --documents" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_what_the_index_takes(tmp_path, capsys):

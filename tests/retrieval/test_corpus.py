@@ -39,7 +39,7 @@ def test_reads_the_common_spellings(tmp_path):
         ({"id": "b", "title": ["T"], "text": "x"}, "title is ['T'], not text"),
         ({"id": "b", "title": "T"}, "text is missing"),
         ({"id": "b", "text": "  "}, "text is blank"),
-        ({"id": "a", "text": "x"}, "an earlier line has the id"),
+        ({"id": "a", "text": "x"}, "duplicate id"),
         ('{"id": "b", "text": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )
@@ -52,7 +52,7 @@ def test_a_bad_line_is_named_or_counted(tmp_path, capsys, bad, reason):
     assert reason in error.value.cause
     assert "--skip-bad-rows" in error.value.remedy
     assert read_corpus(path, skip_bad_rows=True) == [Document("a", "", "fine")]
-    assert f"1 bad lines skipped; the first: {path}, line 3: " in capsys.readouterr().err
+    assert f"skipped 1 bad lines; the first: {path}, line 3: " in capsys.readouterr().err
 
 
 def test_an_empty_or_absent_corpus_is_refused(tmp_path):

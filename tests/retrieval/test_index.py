@@ -85,7 +85,7 @@ def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm)
     for other, reason in others:
         with pytest.raises(R3LiteError, match=reason) as error:
             save(tmp_path / "i", **other)
-        assert "Name another --output, or remove" in error.value.remedy
+        assert "Pass another --output, or delete" in error.value.remedy
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
     with pytest.raises(R3LiteError, match="style e5, not plain"):
         save(tmp_path / "e5", encoder=str(minilm), style="plain")
@@ -242,29 +242,29 @@ def counts_as_text(folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (manifest_change(version=99), "version 99 and not 1"),
+        (manifest_change(version=99), "version 99, not 1"),
         (manifest_change(fingerprint="0"), "has changed since"),
-        (manifest_change(passages=4), "holds 3 passages, 4 were indexed"),
+        (manifest_change(passages=4), "has 3 passages, but 4 were indexed"),
         (manifest_change(dimension=64), "built with dimension 64, not 2048"),
         (manifest_change(hashes=1), "built with hashes 1, not 4"),
         (edited_passages, "has changed since"),
         (manifest_change(passages="3"), "passages is '3', not a whole number"),
         (manifest_change(encoder=["hashing"]), r"encoder is \['hashing'\], not text"),
         (manifest_change(style="cls"), "style is 'cls', not one of"),
-        (vectors(lambda array: np.ones((5, 2048))), "holds 5 vectors for 3 passages"),
-        (vectors(lambda array: array[:, :16]), "has 16 dimensions and not 2048"),
+        (vectors(lambda array: np.ones((5, 2048))), "has 5 vectors for 3 passages"),
+        (vectors(lambda array: array[:, :16]), "has 16 dimensions, not 2048"),
         (vectors(np.ones_like), "the vectors differ"),
         (vectors(lambda array: array[[2, 1, 0]]), "the vectors differ"),
         (vectors(lambda array: array[[0, 2, 1]]), "the vectors differ"),
         (vectors(lambda array: array[[0, 2, 1]], keep_digest=True), "has changed since it was written"),
-        (vectors(with_nan), "holds vectors that are not finite"),
+        (vectors(with_nan), "has vectors that are not finite"),
         (vectors(of_another_metric), "is a IndexFlatL2, not an IndexFlatIP"),
         (cut_vectors, "cannot be read"),
         (counts_as_text, "words.json: frequencies.*is '1', not a whole number"),
-        (pipe("manifest.json"), "is a pipe or a device"),
-        (pipe("passages.jsonl"), "is a pipe or a device"),
-        (pipe("index.faiss"), "is a pipe or a device"),
-        (pipe("words.json"), "is a pipe or a device"),
+        (pipe("manifest.json"), "is a pipe or device"),
+        (pipe("passages.jsonl"), "is a pipe or device"),
+        (pipe("index.faiss"), "is a pipe or device"),
+        (pipe("words.json"), "is a pipe or device"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 9999), "nested more than"),
         (lambda folder: (folder / "manifest.json").write_text('{"version": ' + "1" * 5000 + "}"), "too many digits"),
         (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
@@ -304,7 +304,10 @@ def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
     make = encoder.encode_queries
     monkeypatch.setattr(encoder, "encode_queries", lambda texts: make(texts) / 0)
-    with np.errstate(all="ignore"), pytest.raises(R3LiteError, match="the encoder hashing gives vectors that are not"):
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(R3LiteError, match="the encoder hashing computes vectors that are not"),
+    ):
         index.build(encoder, DOCUMENTS)
 
 
@@ -320,6 +323,19 @@ def test_another_encoder_or_style_is_refused(tmp_path, minilm):
         index.load(tmp_path / "e5", encoder_settings(str(minilm), "plain"))
     # Left to itself, the style is the one that is kept with the index, whatever the encoder's name says.
     assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
+
+
+def test_what_cannot_be_rebuilt_in_its_folder_is_built_in_another(tmp_path, minilm):
+    """The errors said to build it in the same folder, which is refused."""
+    save(tmp_path / "hashed")
+    save(tmp_path / "broken")
+    (tmp_path / "broken" / "manifest.json").write_text("[]")
+    for name, refused in (("hashed", "with encoder hashing, not"), ("broken", "already exists: .* is not an index")):
+        with pytest.raises(R3LiteError) as error:
+            index.load(tmp_path / name, encoder_settings(str(minilm)))
+        assert "FOLDER" in error.value.remedy and str(tmp_path / name) not in error.value.remedy
+        with pytest.raises(R3LiteError, match=refused):
+            save(tmp_path / name, encoder=str(minilm))
 
 
 def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):

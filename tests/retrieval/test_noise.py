@@ -55,7 +55,7 @@ def test_a_rate_is_used_or_refused(settings, rate):
     RetrievalSettings(**settings).check()
     if settings in ELSEWHERE:
         config = EvaluateConfig(retrieval=RetrievalSettings(**settings, noise_rate=rate))
-        with pytest.raises(UsageError, match="would do nothing here"):
+        with pytest.raises(UsageError, match="has no effect here"):
             command.check_used("evaluate", config)
     else:
         assert found(**settings, noise_rate=rate) != found(**settings, noise_rate=0.9)

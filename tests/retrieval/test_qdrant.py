@@ -77,9 +77,9 @@ def test_the_command_fills_a_collection(server, minilm, tmp_path, settings, caps
     assert "written     30 passages" in capsys.readouterr().out
     assert [found[0].id for found in ask(settings)][::2] == ["p7", "p21"]
     assert recipe.main([*given, "--encoder", "hashing"]) == 2
-    assert "name a BERT" in capsys.readouterr().err
+    assert "pass a BERT" in capsys.readouterr().err
     assert recipe.main([*given, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
-    assert "--index-type is hnsw, and would do nothing" in capsys.readouterr().err
+    assert "--index-type is hnsw, but has no effect" in capsys.readouterr().err
 
 
 def test_a_collection_of_another_encoder_is_refused(server, encoder, settings):
@@ -101,7 +101,7 @@ def test_vectors_that_cannot_be_compared_are_refused(server, settings, size, dis
     from qdrant_client import models
 
     server.create_collection("towns", models.VectorParams(size=size, distance=models.Distance(distance)))
-    with pytest.raises(R3LiteError, match=f"vectors of {size} dimensions compared by {distance}"):
+    with pytest.raises(R3LiteError, match=f"vectors of {size} dimensions with {distance} distance"):
         ask(settings)
 
 
@@ -124,7 +124,7 @@ def test_one_without_a_collection_or_with_several_vectors_is_refused(server, set
     with pytest.raises(R3LiteError, match="towns"):
         ask(settings)
     server.create_collection("towns", {"a": models.VectorParams(size=384, distance=models.Distance.COSINE)})
-    with pytest.raises(R3LiteError, match="several vectors a point"):
+    with pytest.raises(R3LiteError, match="has named vectors"):
         ask(settings)
 
 
@@ -144,7 +144,7 @@ def test_an_address_without_a_collection_is_refused(address):
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
     pytest.importorskip("qdrant_client")
     monkeypatch.setenv(qdrant.KEY, "secret")
-    with pytest.raises(R3LiteError, match=r"would go to far\.example without encryption") as error:
+    with pytest.raises(R3LiteError, match=r"would be sent to far\.example unencrypted") as error:
         qdrant.Collection("qdrant://far.example/towns", None)
     assert "secret" not in str(error.value)
     for address in ("qdrant+https://far.example/towns", "qdrant://localhost/towns"):
@@ -161,9 +161,9 @@ def test_without_its_package_it_names_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"encoder": "hashing"}, "name a BERT"),
-        ({"retriever": "qdrant://user:password@here/towns"}, "holds a user or a password"),
-        ({"retriever": "qdrant+http://here/towns"}, "is not an address of http or https"),
+        ({"encoder": "hashing"}, "pass a BERT"),
+        ({"retriever": "qdrant://user:password@here/towns"}, "contains a user or password"),
+        ({"retriever": "qdrant+http://here/towns"}, "is not an http or https address"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(given, said):

@@ -49,7 +49,7 @@ def test_a_query_is_encoded_once_whoever_asks(tmp_path):
     other = Counted()
     again = CachedEncoder(other, QueryCache(tmp_path / "q", 1))  # as another process does
     assert np.array_equal(again.encode_queries([*QUERIES, "new"])[:3], made)
-    assert other.encoded[1:] == [["new"]] and again.cache.line() == f"75% of 4 queries were in {tmp_path / 'q'}"
+    assert other.encoded[1:] == [["new"]] and again.cache.line() == f"75% of 4 queries were cached in {tmp_path / 'q'}"
     assert made.dtype == np.float32 and first.encode_queries([]).shape == (0, 64)
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_fails_later_is_told_once_and_the_run_goes_on(tmp_path, caps
     expected = Counted().encode_queries(QUERIES)
     for _ in range(2):
         assert np.array_equal(cached.encode_queries(QUERIES), expected)
-    assert capsys.readouterr().err.count("on without --query-cache") == 1
+    assert capsys.readouterr().err.count("continuing without --query-cache") == 1
 
 
 def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, minilm):
@@ -128,7 +128,9 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])
 def test_it_is_for_encoders(flags):
     config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
-    with pytest.raises(UsageError, match="--query-cache is q, and would do nothing here: it is for an --encoder"):
+    with pytest.raises(
+        UsageError, match="--query-cache is q, but has no effect here: it needs a retriever that uses an --encoder"
+    ):
         check_used("retrieve", config)
 
 
@@ -151,4 +153,4 @@ def test_the_share_is_told_by_retrieve(tmp_path, minilm, capsys):
     argv = ["--data", str(tmp_path / "d.jsonl"), "--encoder", str(minilm), "--query-cache", str(tmp_path / "q")]
     for number, share in enumerate(("0%", "100%")):
         assert retrieve.main([*argv, "--output", str(tmp_path / f"out{number}")]) == 0
-        assert f"{share} of 2 queries were in {tmp_path / 'q'}" in capsys.readouterr().out
+        assert f"{share} of 2 queries were cached in {tmp_path / 'q'}" in capsys.readouterr().out

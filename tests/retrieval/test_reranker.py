@@ -113,12 +113,12 @@ def test_three_times_as_many_candidates_are_asked_for(folder):
 def test_what_is_no_cross_encoder_is_refused(folder, minilm, tmp_path):
     with pytest.raises(R3LiteError, match=r"classifier\.weight is missing"):
         CrossEncoder(str(minilm))
-    with pytest.raises(R3LiteError, match="there is no model folder") as error:
+    with pytest.raises(R3LiteError, match="no such model folder") as error:
         CrossEncoder(str(tmp_path / "gone"))
     assert "pass --rerank FOLDER" in error.value.remedy
     copied = shutil.copytree(folder, tmp_path / "copy")
     value = json.loads((copied / "tokenizer.json").read_text())
     value["post_processor"]["pair"] = value["post_processor"]["pair"][:-1]
     (copied / "tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(R3LiteError, match="does not tell two texts apart"):
+    with pytest.raises(R3LiteError, match="does not encode pairs of texts"):
         CrossEncoder(str(copied))

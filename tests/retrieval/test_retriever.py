@@ -49,7 +49,7 @@ def test_a_corpus_and_an_index(corpus, tmp_path):
     assert retriever(index=str(tmp_path / "i"))(asked) == found
     assert retriever(index=str(tmp_path / "i"), corpus=corpus)(asked) == found
     (tmp_path / "corpus.jsonl").write_text(json.dumps(LEE.to_json()))
-    with pytest.raises(R3LiteError, match="was not built of the corpus"):
+    with pytest.raises(R3LiteError, match="was not built from the corpus"):
         retriever(index=str(tmp_path / "i"), corpus=corpus)
 
 
@@ -87,10 +87,10 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"source_index": ("Sport=x",)}, "write it as News=FOLDER; known are General, News, Academic"),
+        ({"source_index": ("Sport=x",)}, "write it as News=FOLDER; kinds are General, News, Academic"),
         ({"source_index": ("News=",)}, "write it as News=FOLDER"),
-        ({"source_index": ("News=x", "News=y")}, "names a kind of source twice"),
-        ({"source_index": ("News=ftp://x",)}, "is not an address of http or https"),
+        ({"source_index": ("News=x", "News=y")}, "has a kind of source twice"),
+        ({"source_index": ("News=ftp://x",)}, "is not an http or https address"),
     ],
 )
 def test_sources_that_contradict_are_refused(given, said):
@@ -140,7 +140,7 @@ def test_none_gives_nothing():
 
 
 def test_without_any_passages_it_says_what_to_pass():
-    with pytest.raises(R3LiteError, match="come without paragraphs") as error:
+    with pytest.raises(R3LiteError, match="have no paragraphs") as error:
         retriever([Question("q", "?", ("a",))])
     assert "--corpus FILE.jsonl" in error.value.remedy
 
@@ -209,7 +209,7 @@ def test_a_retriever_that_only_fails_stops_the_run():
     for _ in range(2):  # a query that succeeds starts the count anew
         assert len(retrieve([(ONE, "bad")] * (GIVE_UP - 1))) == GIVE_UP - 1
         retrieve([(ONE, "good")])
-    with pytest.raises(R3LiteError, match=f"failed at {GIVE_UP} queries in a row: OSError: gone"):
+    with pytest.raises(R3LiteError, match=f"failed on {GIVE_UP} queries in a row: OSError: gone"):
         retrieve([(ONE, "bad")] * GIVE_UP)
 
 

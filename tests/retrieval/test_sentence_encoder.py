@@ -121,7 +121,7 @@ def test_another_network_in_bf16(made):
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):
     folder, _ = made("modernbert", "mean")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(R3LiteError, match=r"its network is of type modernbert\) needs the package") as error:
+    with pytest.raises(R3LiteError, match=r"its model_type is modernbert\) needs the package") as error:
         make_encoder(encoder_settings(str(folder), "auto"), [])
     assert "pip install 'r3lite[encoders]'" in error.value.remedy
 
@@ -157,7 +157,7 @@ def test_prompts_are_those_that_the_folder_names(made, tmp_path, file, prefixes)
     assert (ours.settings["style"], ours.prefixes) == (("own", prefixes) if prefixes else ("plain", ("", "")))
     assert_equal(ours, SentenceTransformer(str(folder), device="cpu"), ours.prefixes)
     if not prefixes:
-        with pytest.raises(R3LiteError, match="names no prompts of its own"):
+        with pytest.raises(R3LiteError, match="has no prompts"):
             make_encoder(encoder_settings(str(folder), "own"), [])
 
 

@@ -127,7 +127,7 @@ def test_auto_is_the_most_exact_that_fits(passages, dimension, gib, kind):
 
 
 def test_what_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(R3LiteError, match=r"more than the budget of 1\.00 GiB") as error:
+    with pytest.raises(R3LiteError, match=r"does not fit in 1\.00 GiB") as error:
         choose("flat", 1_000_000, 768, 1 << 30)
     told = error.value.remedy.split()[2].removesuffix("MiB,")
     assert choose("flat", 1_000_000, 768, int(told) << 20).kind == "flat"

@@ -132,12 +132,12 @@ def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        ((200, {"results": 5}, 0), "does not reply as documented: .*results is 5, not a list"),
+        ((200, {"results": 5}, 0), "did not reply like documented: .*results is 5, not a list"),
         ((200, {"results": [{"url": 7}]}, 0), r"results\[0\].url is 7, not text"),
-        ((200, b"<html>", 0), "does not reply as documented: .*not JSON"),
+        ((200, b"<html>", 0), "did not reply like documented: .*not JSON"),
         ((200, {}, 0), "results is missing"),
         ((401, b"bad key", 0), "refuses: status 401: bad key"),
-        ((429, b"slow down", 0), "gives no answer: status 429: slow down"),
+        ((429, b"slow down", 0), "does not answer: status 429: slow down"),
         ((200, b"x" * 100_000, 0), "sends more than"),
         ((200, PAGES, 1.0), "[Tt]ime"),
         ((302, b"", 0, {"location": "http://127.0.0.1:9/"}), "refuses: status 302"),
@@ -174,12 +174,12 @@ def test_recorded_answers_replay_to_the_bit_without_network_and_key(exa, monkeyp
     again = ask(replay, *queries)
     assert again == first and [[d.score for d in row] for row in again] == [[d.score for d in row] for row in first]
     (missing,) = ask(replay, "another")
-    assert isinstance(missing, Failure) and "no answer to this query is recorded" in missing.reason
+    assert isinstance(missing, Failure) and "has no result for this query" in missing.reason
     files = list((tmp_path / "web").iterdir())
     assert len(files) == 2 and not any("secret-key" in path.read_text() for path in files)
     files[0].write_text('{"pages": [')
     assert sum(isinstance(found, Failure) for found in ask(replay, *queries[:2])) == 1
-    assert "a recorded answer is asked for again" in capsys.readouterr().err
+    assert "ignoring a damaged cached reply" in capsys.readouterr().err
 
 
 def test_without_a_key_it_is_named(monkeypatch):
@@ -238,14 +238,14 @@ def test_duckduckgo_without_results_is_a_failure(duckduckgo, reply, tmp_path):
     """It does not tell that there is nothing from that it was asked too often."""
     _, settings = duckduckgo(reply)
     (found,) = ask(settings, "x")
-    assert isinstance(found, Failure) and "DuckDuckGo gives no documents: No results" in found.reason
+    assert isinstance(found, Failure) and "DuckDuckGo returned no results: No results" in found.reason
     assert not list(tmp_path.glob("web/*"))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"web_results": 3}, "--top-k is 5, and --web-results 3 brings fewer"),
+        ({"web_results": 3}, "--top-k is 5; it must be at most --web-results, 3"),
         ({"retriever": "duckduckgoo"}, "did you mean duckduckgo"),
     ],
 )

@@ -74,6 +74,6 @@ def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
 
 def test_what_was_paid_in_other_rounds_does_not_join_a_curriculum():
     flags = ["--preset", "r-search-dag", "--algorithm", "exgrpo", "--outcome-em", "1"]
-    with pytest.raises(UsageError, match="exgrpo learns from episodes that were rewarded in other rounds"):
+    with pytest.raises(UsageError, match="exgrpo reuses the rewards of earlier rounds"):
         rl_guidance.check(resolve("ppo", PpoConfig(), flags, COMMANDS))
     rl_guidance.check(resolve("ppo", PpoConfig(), [*flags, "--curriculum-rounds", "0"], COMMANDS))

@@ -219,7 +219,7 @@ def test_now_and_then_a_failure_does_not_stop_it(gemini, judge, answers):
 
 def test_a_cap_stops_the_run(gemini, judge, answers):
     gemini.script = [answers.said(grade())]
-    with pytest.raises(R3LiteError, match="the cap of 3 requests is reached"):
+    with pytest.raises(R3LiteError, match="--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=1).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) == 3
 
@@ -227,7 +227,7 @@ def test_a_cap_stops_the_run(gemini, judge, answers):
 def test_a_cap_holds_for_requests_sent_at_once(gemini, judge, answers):
     """The one that meets the cap does not wait for the others: the run may stop before an allowed one was sent."""
     gemini.script = [answers.said(grade())]
-    with pytest.raises(R3LiteError, match="the cap of 3 requests is reached"):
+    with pytest.raises(R3LiteError, match="--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=10).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) <= 3
 
@@ -246,9 +246,9 @@ def test_caches_of_this_version_stay_valid():
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
     assert build_judge(JudgeSettings(), tmp_path, None, Client) is None
-    with pytest.raises(R3LiteError, match="there is no judge"):
+    with pytest.raises(R3LiteError, match="needs a judge"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1), Client)
-    with pytest.raises(R3LiteError, match="--rewards needs what a judge says, and there is no judge"):
+    with pytest.raises(R3LiteError, match="--rewards needs a judge, but --judge is none"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)), Client)
     assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings(), Client), Judge)
     monkeypatch.delenv("GOOGLE_API_KEY")

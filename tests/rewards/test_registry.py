@@ -83,7 +83,9 @@ def test_a_missing_part_is_a_missing_reward():
 def test_a_reward_that_is_missing_for_all_questions_stops_the_run():
     """Every episode was left out of the update, round after round, and nothing said so."""
     episodes = [answered("Ada", question=Question(str(i // 2), "Who?", ("Ada",))) for i in range(16)]
-    with pytest.raises(R3LiteError, match="the reward gold_recall is missing for all 16 episodes\n  What it needs"):
+    with pytest.raises(
+        R3LiteError, match="the reward gold_recall is missing for all 16 episodes\n  The questions lack what it needs"
+    ):
         score_all(episodes, settings("exact_match", "gold_recall"), None)
     assert score_all(episodes[:14], settings("gold_recall"), None) == [None] * 14  # of seven questions: it may happen
     failed = [Episode(e.question, e.steps, e.finish, failure="no room") for e in episodes]
@@ -101,7 +103,7 @@ def test_a_reward_that_takes_a_verdict_needs_a_judge():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("rouge", r"no reward is named 'rouge' \(did you mean rouge_l\?\); docs/rewards.md has them all"),
+        ("rouge", r"unknown reward 'rouge' \(did you mean rouge_l\?\); see docs/rewards.md"),
         (
             {"name": "rouge_l_levels", "hihg": 0.8},
             r"the reward rouge_l_levels has no parameter 'hihg' \(did you ",
@@ -112,8 +114,8 @@ def test_a_reward_that_takes_a_verdict_needs_a_judge():
         ({"name": "search_count", "most": True}, "most of the reward search_count is True; it must be a number"),
         ({"name": "all_tags", "query": 1}, "query of the reward all_tags is 1; it must be true or false"),
         ({"name": "function_calling", "tools": "f"}, "tools of the reward function_calling is 'f'; it must be a list"),
-        ("no_such_module_here:f", "no_such_module_here:f: there is no module no_such_module_here in "),
-        ("json.nothing:f", "json.nothing:f: there is no module json.nothing in "),
+        ("no_such_module_here:f", "no_such_module_here:f: no module no_such_module_here in "),
+        ("json.nothing:f", "json.nothing:f: no module json.nothing in "),
         ("json:dump_", r"json has no dump_ \(did you mean dumps?\?\)"),
         ("string:digits", "the reward string:digits is '0123456789', not a function of an episode"),
     ],
@@ -145,7 +147,7 @@ def test_a_users_own_functions(own):
     assert scored.steps == pytest.approx([0, 0.25, 0.5 - 0.5])
     assert scored.parts["own_rewards:brevity"] == -0.5 and scored.parts["own_rewards:each"] == 0.75
     assert score(EPISODE, settings("own_rewards:sometimes"), Verdict(True, (StepVerdict(0, 0),) * 3)) is None
-    with pytest.raises(UsageError, match="the reward own_rewards:each needs its parameter bonus, which has no default"):
+    with pytest.raises(UsageError, match="the reward own_rewards:each needs the parameter bonus"):
         named_rewards(settings("own_rewards:each"))
 
 
@@ -192,7 +194,7 @@ def test_a_function_that_fails_is_named_with_its_line(own, tmp_path):
     try:
         score(EPISODE, settings("own_rewards:f"))
     except R3LiteError as error:
-        assert error.remedy.startswith(f"It happened in {tmp_path / 'own_rewards.py'}, line 4. ")
+        assert error.remedy.startswith(f"Fix {tmp_path / 'own_rewards.py'}, line 4.")
 
 
 def test_a_module_that_cannot_be_imported_is_not_called_missing(own):

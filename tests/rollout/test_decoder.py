@@ -80,7 +80,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_model_and_said(model, capsys,
     capture = Broken()
     graphs, _ = compared(model, capture)
     assert not graphs.works and BUCKETS[capture.count - 1] == bad  # nothing is captured after it
-    assert capsys.readouterr().err.count("warning: decoding goes on without CUDA graphs") == 1
+    assert capsys.readouterr().err.count("warning: decoding continues without CUDA graphs") == 1
 
 
 @torch.no_grad()

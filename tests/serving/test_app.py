@@ -141,7 +141,7 @@ def test_a_crash_fails_those_under_way_and_no_one_after(serving):
     assert replies[0][0] == 500 and running.answering.restarts == 1
     text = send(running, "POST", "/generate", {"query": "crash", "stream": True})[2]
     assert events(text)[-1] == {
-        "type": "error", "code": "failed", "message": "Something went wrong here. The server's log says what."
+        "type": "error", "code": "failed", "message": "Internal error. See the server's log."
     }  # fmt: skip
     assert generate(running, query="fine")[0] == 200
 

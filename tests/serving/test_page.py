@@ -172,10 +172,10 @@ def test_errors_are_words_for_people(browser, page):
     ask(browser, "x " * 2000)
     assert shown(browser, ".problem") == ["The question is too long for this model."]
     ask(browser, "crash")
-    assert shown(browser, ".problem")[1] == "Something went wrong here. The server's log says what."
+    assert shown(browser, ".problem")[1] == "Internal error. See the server's log."
     running.desk.places.most = 0
     ask(browser, "full")
-    assert shown(browser, ".problem")[2] == "Too many questions are being answered. Try again soon."
+    assert shown(browser, ".problem")[2] == "The server is busy. Try again soon."
     assert browser.run("[...document.querySelectorAll('.problem')].every((e) => e.getAttribute('role') === 'alert')")
     browser.errors.clear()  # Chromium's own lines about the statuses
 

@@ -79,8 +79,8 @@ def test_schedules_bring_where_they_end():
 @pytest.mark.parametrize(
     ("schedule", "end", "says"),
     [
-        ("constant", "0.5", "--min-learning-rate is 0.5, and a constant rate does not fall"),
-        ("linear", "1", "--min-learning-rate is 1, and a linear schedule to it does not fall"),
+        ("constant", "0.5", "--min-learning-rate is 0.5, but a constant rate does not fall"),
+        ("linear", "1", "--min-learning-rate is 1, but a linear schedule must fall"),
     ],
 )
 def test_a_schedule_that_contradicts_its_end_is_refused(capsys, schedule, end, says):

@@ -41,5 +41,5 @@ def test_what_is_no_address_is_refused_and_no_secret_is_shown(address):
 
 @pytest.mark.parametrize("name", ["", "a b", "a?b", "gemini\n", "x#y"])
 def test_what_no_model_is_named(name):
-    with pytest.raises(UsageError, match="judge_model"):
+    with pytest.raises(UsageError, match="--judge-model"):
         JudgeSettings(judge_model=name).check()

@@ -90,7 +90,7 @@ MUST_BE = "it must be NAME=WEIGHT, or a table of a name, a weight and the parame
         (["--rewards", "os.path=1"], "", MUST_BE),
         (["--rewards", "../m:f=1"], "", MUST_BE),
         (["--rewards", ""], "", "--rewards is empty"),
-        (["--rewards", "chat=1,chat=2"], "", "rewards names chat 2 times; give it one weight"),
+        (["--rewards", "chat=1,chat=2"], "", "--rewards has chat 2 times; give it one weight"),
         ([], "[[ppo.rewards]]\nweight = 1", MUST_BE),
         ([], '[[ppo.rewards]]\nname = "chat"\nweight = "1"', MUST_BE),
         ([], '[[ppo.rewards]]\nname = "chat"\nweight = true', MUST_BE),

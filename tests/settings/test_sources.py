@@ -72,9 +72,9 @@ def test_the_command_line_names_files_with_weights():
             'format = "r4"',
             "the source rows has the format 'r4'; choose from r3, tags, solution, dag (did you mean r3?)",
         ),
-        ('type = "chat"\nformat = "r3"', "the source rows is of type chat, which has no steps: leave its format out"),
+        ('type = "chat"\nformat = "r3"', "the source rows is of type chat, which has no steps: remove its format"),
         ("wieght = 2", "the source rows.jsonl has no key 'wieght' (did you mean weight?)"),
-        ('name = "a/b"', "the source of rows.jsonl is named 'a/b'; a name is of letters"),
+        ('name = "a/b"', "the source of rows.jsonl is named 'a/b'; a name has letters"),
         ('name = "other"', "2 sources are named other"),
         ('[[sources]]\nname = "x"', "a source has no file"),
         ('[[sources]]\nfile = " "', "a source has no file"),
@@ -95,5 +95,5 @@ def test_what_is_no_source_is_refused(tmp_path, text):
 
 def test_one_table_is_not_a_list(tmp_path):
     """[sources] is a table of a command of that name to the reader, which says that there is none."""
-    with pytest.raises(UsageError, match="no command is named 'sources'"):
+    with pytest.raises(UsageError, match=r"unknown table \[sources\]"):
         read(tmp_path, '[sources]\nfile = "a.jsonl"\n')

@@ -190,7 +190,7 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
 )
 def test_what_would_do_nothing_is_refused_with_what_it_is_for(name, argv, option):
     table, config = resolved(name, *argv.split())
-    with pytest.raises(UsageError, match=f"^{option} is .*, and would do nothing here: it is for "):
+    with pytest.raises(UsageError, match=f"^{option} is .*, but has no effect here: it needs "):
         command.check_used(table, config)
 
 
@@ -208,4 +208,4 @@ def test_a_command_refuses_before_its_work(capsys):
     work = functools.partial(pytest.fail, "it began")
     argv = ["--data", "x", "--fusion", "weighted"]
     assert command.Command("evaluate", CONFIGS["evaluate"][0], work)(argv) == 2
-    assert "--fusion is weighted, and would do nothing here: it is for --retriever hybrid" in capsys.readouterr().err
+    assert "--fusion is weighted, but has no effect here: it needs --retriever hybrid" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_a_part_with_tensors_has_a_file_that_is_checked_like_the_others(tmp_path
             torch.equal(found.tensors["replay"][name], tensor) and found.tensors["replay"][name].dtype == tensor.dtype
         )
     flip(folder / "replay.safetensors")
-    assert checkpoint.fault(folder) == "replay.safetensors is not what was written"
+    assert checkpoint.fault(folder) == "replay.safetensors has changed since it was written"
     (folder / "replay.safetensors").unlink()
     assert checkpoint.fault(folder) == "replay.safetensors is missing"
 
@@ -98,9 +98,9 @@ def restated(folder: Path, **changed) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors is not what was written"),
-        (lambda f: (f / "state.json").write_text("{"), "state.json is not what was written"),
-        (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json is not"),
+        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors has changed since it was written"),
+        (lambda f: (f / "state.json").write_text("{"), "state.json has changed since it was written"),
+        (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json has changed"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a JSON object"),
@@ -109,8 +109,8 @@ def restated(folder: Path, **changed) -> None:
         (lambda f: (f / "manifest.json").write_text('{"format": 1, "files": []}'), "files is [], not a JSON object"),
         (lambda f: described(f, "weights.safetensors", None), "weights.safetensors is missing"),
         (lambda f: described(f, "state.json", {"bytes": True, "crc32": 0}), "state.json.bytes is True"),
-        (lambda f: described(f, "/dev/zero", {"bytes": 0, "crc32": 0}), "/dev/zero is a pipe or a device"),
-        (lambda f: restated(f, step=7), "it is of step 7"),
+        (lambda f: described(f, "/dev/zero", {"bytes": 0, "crc32": 0}), "/dev/zero is a pipe or device"),
+        (lambda f: restated(f, step=7), "step is 7"),
         (lambda f: restated(f, step="10"), "step is '10', not a whole number"),
         (lambda f: restated(f, command=None), "command is missing"),
         (lambda f: restated(f, settings=None), "settings is missing"),
@@ -126,10 +126,10 @@ def restated(folder: Path, **changed) -> None:
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage, told):
     older, newer = written(tmp_path, 2, 10)
     damage(newer)
-    assert checkpoint.newest_sound(tmp_path) == older
+    assert checkpoint.newest_valid(tmp_path) == older
     assert told in (shown := capsys.readouterr().err)
     assert str(newer) in shown
-    with pytest.raises(R3LiteError, match="not a sound checkpoint"):
+    with pytest.raises(R3LiteError, match="not a valid checkpoint"):
         checkpoint.read(newer)
 
 
@@ -137,7 +137,7 @@ def test_tensors_that_are_none_are_told(tmp_path):
     (folder,) = written(tmp_path, 1)
     (folder / "weights.safetensors").write_bytes(b"junk")
     described(folder, "weights.safetensors", {"bytes": 4, "crc32": checkpoint.crc(folder / "weights.safetensors")})
-    with pytest.raises(R3LiteError, match="no tensors that can be read"):
+    with pytest.raises(R3LiteError, match="has unreadable tensors"):
         checkpoint.read(folder)
 
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_format_is_not_sound(tmp_path):
     (folder,) = written(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    assert checkpoint.fault(folder) == "its format is 99, not 1"
+    assert checkpoint.fault(folder) == "format 99 instead of 1"
 
 
 def test_the_newest_ones_are_kept_by_number_not_by_name(tmp_path):
@@ -221,7 +221,7 @@ def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
         process.wait()
         process.stdout.close()
         assert all(checkpoint.fault(folder) is None for folder in checkpoint.all_of(tmp_path).values())
-        found = checkpoint.read(checkpoint.newest_sound(tmp_path))
+        found = checkpoint.read(checkpoint.newest_valid(tmp_path))
         assert found.step >= last
         assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
         sweep(tmp_path)

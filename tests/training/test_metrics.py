@@ -99,7 +99,7 @@ def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path, capsys):
         file.write('{"step": 6, "text": "é'.encode()[:-1])  # torn by a kill, inside a character
     assert [r["step"] for r in metrics.read(path)] == [1, 2, 3, 4, 5]
     assert metrics.up_to(path, 3) == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
-    assert "metrics.jsonl: the last line is torn and is left out" in capsys.readouterr().err
+    assert "metrics.jsonl: ignoring the incomplete last line" in capsys.readouterr().err
     assert metrics.read(tmp_path / "none.jsonl") == []
 
 

@@ -82,7 +82,7 @@ def test_without_validation_the_last_adapter_is_the_adapter_and_alarms_are_told_
     told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
     assert told == [
         "warning: step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row "
-        "(--guard-malformed): the run may be collapsing; without --eval-data there is nothing to go back to"
+        "(--guard-malformed): the run may be collapsing; a rollback needs --eval-data"
     ]
 
 
@@ -100,8 +100,7 @@ def test_a_collapse_goes_back_to_the_best_weights_and_on_with_smaller_steps(tmp_
     told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
     assert told == [
         "step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row (--guard-malformed)"
-        "; back to step 4 (validation F1 0.797), the learning rate is multiplied by 0.25 and the KL weight by 2 from "
-        "here on: rollback 1 of 1"
+        "; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
     records = {r["step"]: r for r in metrics.read(tmp_path / "run" / metrics.FILE)}
     assert {s: r.get("guard/alarm") for s, r in records.items() if "guard/alarm" in r} == {7: "guard_malformed"}
@@ -174,7 +173,7 @@ def broken(at: int, late: bool = False, **toy) -> Watched:
             with torch.no_grad():
                 made.policy.fill_(float("nan"))
             if not late:
-                raise NotFinite("question 7: the model's output is not a number: layer 3\nmore", "Pass --dtype fp32.")
+                raise NotFinite("question 7: the model's logits are not finite: layer 3\nmore", "Pass --dtype fp32.")
 
     made.before_update, made.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
     return made
@@ -189,11 +188,10 @@ def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
     what = (
         "the gradients are not finite (norm nan); nothing was updated"
         if late
-        else ("question 7: the model's output is not a number: layer 3")
+        else ("question 7: the model's logits are not finite: layer 3")
     )
     assert told == [
-        f"step 6: {what}; back to step 4 (validation F1 0.797), the learning rate is multiplied by 0.25 and the KL "
-        "weight by 2 from here on: rollback 1 of 1"
+        f"step 6: {what}; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
     records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
     assert list(records) == list(range(TOTAL + 1)) and records[6]["guard/alarm"] == "not_finite"
@@ -232,7 +230,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
 def test_a_run_that_goes_on_being_nan_stops_with_the_best_adapter(tmp_path):
     toy = broken(6, f1s=RISING)
     step, toy.before_update = toy.before_update, lambda n: step(6 if n > 5 else n)
-    with pytest.raises(Collapse, match="after 1 rollbacks: question 7: the model's output is not a number"):
+    with pytest.raises(Collapse, match="after 1 rollbacks: question 7: the model's logits are not finite"):
         run(toy, output=str(tmp_path))
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, 7).items())
 
@@ -261,7 +259,7 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_the_next_validation_counts(t
     run(Watched(RISING), output=str(tmp_path), stop_after=5)
     checkpoint.remove(tmp_path / "checkpoint-4")
     assert run(Watched(RISING), output=str(tmp_path), resume="auto")
-    assert "the best checkpoint, of step 4, is no longer there" in capsys.readouterr().err
+    assert "the best checkpoint, of step 4, was deleted" in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["adapter_step"] == 8  # 0.7 against 0.6
 
 

@@ -29,12 +29,12 @@ def test_a_folder_in_which_another_process_writes_is_refused_before_it_is_read(t
     """Two runs at once both ended well, with one metrics.jsonl."""
     run(Toy(), output=str(tmp_path / "out"), stop_after=2)
     before = contents(tmp_path)
-    monkeypatch.setattr(checkpoint, "newest_sound", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(checkpoint, "newest_valid", lambda *_: pytest.fail("it was read"))
     with sole_writer(tmp_path / "out"):
         for settings in ({"resume": "auto", "output": str(tmp_path / "out")}, {"resume": str(tmp_path / "out")}):
             with pytest.raises(R3LiteError, match=rf"another process \(pid {os.getpid()}\) writes to") as error:
                 RunFolder("sft", with_values(ToyConfig(), settings), "unused")
-            assert "name another --output" in error.value.remedy
+            assert "pass another output" in error.value.remedy
     assert contents(tmp_path) == before
 
 
@@ -66,7 +66,7 @@ def test_resume_auto_does_not_begin_in_a_folder_of_something_else(tmp_path, file
     for name in files:
         (tmp_path / name).write_text("[evaluate]\ntop_k = 3\n")
     before = contents(tmp_path)
-    with pytest.raises(R3LiteError, match=r"is not of sft: .* has no settings of it|is not an empty folder"):
+    with pytest.raises(R3LiteError, match=r"is not a run of sft: .* has no \[sft\]|is not an empty folder"):
         run(Toy(), output=str(tmp_path), resume="auto")
     assert contents(tmp_path) == before
 
@@ -161,9 +161,7 @@ def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):
     toy = Toy()
     toy.seen.load_state_dict = lambda state: toy.seen.steps.append("other")
     run(toy, output=str(tmp_path), stop_after=1, resume="auto")
-    told = (
-        "warning: the work is divided otherwise than before (seen.steps [1, 2, 3, 4] -> ['other']): results differ in"
-    )
+    told = "the memory settings are not those of the checkpoint (seen.steps [1, 2, 3, 4] -> ['other']): "
     assert told in capsys.readouterr().err
 
 
@@ -184,7 +182,7 @@ def test_a_checkpoint_without_what_the_run_needs_is_refused(tmp_path):
     toy = Toy()
     toy.state.parts = {}
     run(toy, output=str(tmp_path), stop_after=2)
-    with pytest.raises(R3LiteError, match="does not hold what seen needs"):
+    with pytest.raises(R3LiteError, match="has no state of seen"):
         run(Toy(), output=str(tmp_path), resume="auto")
 
 
@@ -216,4 +214,4 @@ def test_an_error_of_the_disk_within_a_step_tells_how_to_go_on(tmp_path, capsys)
     toy.before_update = Mock(side_effect=lambda number: None if number < 5 else (_ for _ in ()).throw(FULL))
     with pytest.raises(OSError, match="No space left"):
         run(toy, output=str(tmp_path))
-    assert f"step 3 is saved; go on with --config {tmp_path / 'config.toml'} --resume auto" in capsys.readouterr().err
+    assert f"saved step 3; continue with --config {tmp_path / 'config.toml'} --resume auto" in capsys.readouterr().err

@@ -53,14 +53,14 @@ def test_it_is_read_back_as_it_was(history):
     assert again.rounds == history.rounds and again.table() == history.table()
     assert again.table().splitlines()[2:] == [
         "1             3         1     1   0.500 [0.400, 0.600]    +0.200 [+0.100, +0.300]",
-        "rejected: 2, of 0: it lost {question}",
+        "rejected: 2, from 0: it lost {question}",
     ]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"origin": "other"}, "is of another first prompt"),
+        ({"origin": "other"}, "has another first prompt"),
         ({"candidates": []}, "are not numbered from 0"),
         ({"candidates": [{"id": 1, "prompt": "", "round": 0, "branch": 0, "critique": "", "rejected": ""}]}, "from 0"),
         ({"candidates": [{"id": 0, "prompt": 7}]}, "prompt is 7, not text"),

@@ -33,8 +33,8 @@ class Folder:
 
     def summary(self) -> str:
         """How much was read and left out: the number of each reason and the first names, most frequent first."""
-        lines = [f"documents   {self.files} ({self.duplicates} passages were there already)"]
-        lines += [f"left out    {len(self.skipped)}, listed in {SKIPPED} of the index"] * bool(self.skipped)
+        lines = [f"documents   {self.files} ({self.duplicates} duplicate passages)"]
+        lines += [f"skipped     {len(self.skipped)}, listed in {SKIPPED} of the index"] * bool(self.skipped)
         for reason, count in Counter(reason for _, reason, _ in self.skipped).most_common():
             names = [path for path, why, _ in self.skipped if why == reason]
             lines.append(f"  {count} {reason}: {', '.join(names[:NAMED])}" + ", ..." * (count > NAMED))
@@ -49,7 +49,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
     """
     root, found, seen = Path(folder), Folder(), set()
     if not root.is_dir():
-        raise R3LiteError(f"{folder} is not a folder", "--documents names a folder; a file of passages is --corpus.")
+        raise R3LiteError(f"{folder} is not a folder", "Pass a file of passages as --corpus.")
     for name in tqdm(list(_files(root, found.skipped)), desc="reading documents", unit="", disable=None):
         try:
             count = len(found.documents)
@@ -62,12 +62,12 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
                 title = title or PurePosixPath(name).stem
                 found.documents.append(Document(f"{name}#{key}", title, head + text))
             if len(found.documents) == count:
-                raise Unreadable("with nothing that other files do not have")
+                raise Unreadable("with the same text as other files")
             found.files += 1
         except Unreadable as error:
             found.skipped.append((name, error.reason, error.detail))
     if not found.documents:
-        raise R3LiteError(f"{folder} holds no readable document\n{found.summary()}", f"It reads {', '.join(READERS)}.")
+        raise R3LiteError(f"{folder} has no readable document\n{found.summary()}", f"Supported: {', '.join(READERS)}.")
     return found
 
 
@@ -94,10 +94,10 @@ def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
         for name in sorted(files):
             shown = _name(here / name, root)
             suffix = PurePosixPath(name).suffix.lower()
-            if reason := "whose name cannot be shown" if "\ufffd" in shown else _left_out(here / name):
+            if reason := "with an unprintable name" if "\ufffd" in shown else _left_out(here / name):
                 skipped.append((shown, reason, ""))
             elif suffix not in READERS:
-                skipped.append((shown, "of an unknown kind", suffix))
+                skipped.append((shown, "of an unsupported type", suffix))
             else:
                 yield shown
 
@@ -134,7 +134,7 @@ def _content(path: Path, most: int) -> bytes:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise Unreadable("that is a pipe or a device")
+            raise Unreadable("that are pipes or devices")
         if status.st_size > most:
             raise Unreadable(f"larger than {most >> 20} MiB", f"{status.st_size:,} bytes; --max-file-mib")
         with open(path, "rb") as file:
@@ -148,7 +148,7 @@ def _content(path: Path, most: int) -> bytes:
 
 def _decoded(content: bytes) -> str:
     if b"\0" in content:
-        raise Unreadable("that is binary, or in UTF-16", "it holds a NUL byte")
+        raise Unreadable("binary or in UTF-16", "contains a NUL byte")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -44,5 +44,5 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
             continue
         if name in some_read - algorithm.own_settings:
             readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
-            wrong = f"{flag(name)} is {value}, and {settings.algorithm} has no use for it"
-            raise UsageError(f"{wrong}: it is for {readers}")
+            wrong = f"{flag(name)} is {value}, but has no effect with --algorithm {settings.algorithm}"
+            raise UsageError(f"{wrong}: it needs one of {readers}")

@@ -40,7 +40,7 @@ class KlFactor:
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict) -> None:
-        record = Record(state, Source("the checkpoint's weight of the KL", "Name another checkpoint."))
+        record = Record(state, Source("the checkpoint's weight of the KL", "Pass another checkpoint."))
         self.factor = record.number("factor")
 
 
@@ -69,14 +69,13 @@ class Algorithm:
         self.estimator = s.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
         if self.has_groups and s.num_generations == 1:
             name = s.algorithm.upper()
-            raise UsageError(f"--num-generations is 1; {name} compares episodes of one question: pass 2 or more")
+            raise UsageError(f"--num-generations is 1, but {name} compares episodes of a question: pass 2 or more")
         if s.kl_target and not s.kl_beta:
-            raise UsageError("--kl-target adapts --kl-beta, and that is 0, which no factor changes: pass one above 0")
+            raise UsageError("--kl-target needs a --kl-beta above 0, which it adapts")
         if s.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
-            wrong = f"--kl-estimator k1 in the loss of {s.algorithm} has a gradient that is 0 in the mean"
-            raise UsageError(f"{wrong}: pass k2 or k3")
+            raise UsageError(f"--kl-estimator k1 has a mean gradient of 0 in the loss of {s.algorithm}: pass k2 or k3")
         if s.importance_cap is not None and s.old_logprobs == "sampler":
-            raise UsageError("--importance-cap needs the trainer's log-probabilities: pass --old-logprobs trainer, too")
+            raise UsageError("--importance-cap also needs --old-logprobs trainer")
 
     @property
     def most_off_policy(self) -> int:

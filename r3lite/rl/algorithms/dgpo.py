@@ -33,8 +33,8 @@ class Dgpo(Grpo):
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         super().__init__(settings, lengths)
         if (settings.teacher is None) == (settings.teacher_logprobs is None):
-            ways = "--teacher MODEL, which is loaded in turns, or --teacher-logprobs FOLDER, which `collect` wrote"
-            raise UsageError(f"{settings.algorithm} learns from one teacher: pass {ways}")
+            ways = "--teacher MODEL, or --teacher-logprobs FOLDER, which `collect` writes"
+            raise UsageError(f"{settings.algorithm} needs one teacher: pass {ways}")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)

@@ -54,8 +54,8 @@ def test_what_is_there_twice_is_dropped_and_a_copy_is_told(tmp_path):
     found = read_folder(tmp_path, SETTINGS)
     assert len(found.documents) == count and found.files == 3 and found.duplicates >= 2
     assert [(path, why) for path, why, _ in found.skipped] == [
-        ("copy.txt", "with nothing that other files do not have"),
-        ("sub/z.py", "with nothing that other files do not have"),
+        ("copy.txt", "with the same text as other files"),
+        ("sub/z.py", "with the same text as other files"),
     ]
 
 
@@ -96,40 +96,40 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
     found = read_folder(docs, SETTINGS)
     assert {path: reason for path, reason, _ in found.skipped} == {
         "latin.txt": "not in UTF-8",
-        "nul.txt": "that is binary, or in UTF-16",
-        "utf16.md": "that is binary, or in UTF-16",
+        "nul.txt": "binary or in UTF-16",
+        "utf16.md": "binary or in UTF-16",
         "empty.html": "empty",
-        "picture.png": "of an unknown kind",
-        "none": "of an unknown kind",
+        "picture.png": "of an unsupported type",
+        "none": "of an unsupported type",
         ".hidden.txt": "hidden",
         "script.html": "without text",
         "bad.json": "not JSON",
-        "escape\ufffd[31m.txt": "whose name cannot be shown",
+        "escape\ufffd[31m.txt": "with an unprintable name",
         ".git/": "hidden",
         "link.txt": "a link",
         "loop/": "a link",
         "old": "an index of r3lite",
-        "pipe.txt": "that is a pipe or a device",
+        "pipe.txt": "that are pipes or devices",
         "large.txt": "larger than 32 MiB",
     }
     assert found.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
     assert not any("Secret" in d.text for d in found.documents)
     told = found.summary().splitlines()
-    assert told[0] == "documents   3 (0 passages were there already)"
-    assert told[1] == "left out    16, listed in skipped.jsonl of the index"
-    assert "  2 of an unknown kind: none, picture.png" in told
+    assert told[0] == "documents   3 (0 duplicate passages)"
+    assert told[1] == "skipped     16, listed in skipped.jsonl of the index"
+    assert "  2 of an unsupported type: none, picture.png" in told
 
 
 def test_many_names_are_told_by_the_first(tmp_path):
     fill(tmp_path)
     for i in range(5):
         (tmp_path / f"{i}.png").touch()
-    assert read_folder(tmp_path, SETTINGS).summary().endswith("  5 of an unknown kind: 0.png, 1.png, 2.png, ...")
+    assert read_folder(tmp_path, SETTINGS).summary().endswith("  5 of an unsupported type: 0.png, 1.png, 2.png, ...")
 
 
 def test_a_folder_without_a_document_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "x.png").touch()
-    with pytest.raises(R3LiteError, match=r"1 of an unknown kind: x\.png"):
+    with pytest.raises(R3LiteError, match=r"1 of an unsupported type: x\.png"):
         read_folder(tmp_path, SETTINGS)
     with pytest.raises(R3LiteError, match="not a folder"):
         read_folder(tmp_path / "x.png", SETTINGS)

@@ -73,26 +73,28 @@ def test_what_an_algorithm_does_not_read_is_refused(algorithm, name):
     readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
     with pytest.raises(UsageError) as error:
         check(*flags)
-    assert f", and {algorithm} has no use for it: it is for {readers}" in str(error.value)
+    assert f", but has no effect with --algorithm {algorithm}: it needs one of {readers}" in str(error.value)
     assert str(error.value).startswith(f"{flag} is ")
 
 
 def test_a_file_counts_as_asked_for(tmp_path):
     (tmp_path / "my.toml").write_text('[ppo]\nalgorithm = "grpo"\ngae_lambda = 0.9\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"--gae-lambda is 0\.9, and grpo has no use for it: it is for ppo"):
+    with pytest.raises(
+        UsageError, match=r"--gae-lambda is 0\.9, but has no effect with --algorithm grpo: it needs one of ppo"
+    ):
         check("--config", str(tmp_path / "my.toml"))
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--kl-beta 0 --kl-target 0.1", "--kl-target adapts --kl-beta, and that is 0"),
-        ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 in the loss of grpo has a gradient that is 0"),
-        ("--importance-cap 2", "pass --old-logprobs trainer, too"),
-        *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1; {name.upper()} compares episodes")
+        ("--kl-beta 0 --kl-target 0.1", "--kl-target needs a --kl-beta above 0"),
+        ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 has a mean gradient of 0 in the loss of grpo"),
+        ("--importance-cap 2", "also needs --old-logprobs trainer"),
+        *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1, but {name.upper()} compares episodes")
           for name, cls in ALGORITHMS.items() if cls.has_groups),
-        ("--algorithm dgpo", "pass --teacher MODEL, which is loaded in turns, or --teacher-logprobs FOLDER"),
-        ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo learns from one teacher"),
+        ("--algorithm dgpo", "pass --teacher MODEL, or --teacher-logprobs FOLDER"),
+        ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo needs one teacher"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_with_the_reason(flags, says):

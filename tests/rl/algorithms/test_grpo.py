@@ -69,5 +69,5 @@ def test_groups_stay_together():
 
 
 def test_a_group_of_one_is_refused():
-    with pytest.raises(UsageError, match="--num-generations is 1; GRPO compares episodes of one question: pass 2"):
+    with pytest.raises(UsageError, match="--num-generations is 1, but GRPO compares episodes of a question: pass 2"):
         ALGORITHMS["grpo"](RLSettings(algorithm="grpo", num_generations=1), LengthSettings())
