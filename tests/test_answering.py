@@ -53,7 +53,7 @@ def test_formats_are_those_of_the_sources(tmp_path, capsys, sources, given, told
     """An adapter that saw chats alone knows no steps, though its run had the setting."""
     (tmp_path / "config.toml").write_text(f'[sft]\nformat = "r3"\nsources = {sources}\n', encoding="utf-8")
     found = warning(capsys, "--adapter", tmp_path, *given)
-    assert found == (f"warning: {tmp_path} was trained with {told}: results may be worse\n" if told else "")
+    assert found == (f"warning: {tmp_path} was trained on {told}: results may be worse\n" if told else "")
 
 
 def test_other_thoughts_are_told(tmp_path, capsys):

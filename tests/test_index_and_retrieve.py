@@ -96,7 +96,7 @@ def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
         assert re.fullmatch(rf"  1  \d+\.\d{{4}}  {source}  \[\S+\] Tentor Trulgol", lines[0])
         assert "directed the film Tentor Trulgol" in lines[1] and len(lines) == 4
     assert retrieve.main([*asked, "zebra", "--retriever", "lexical"]) == 0
-    assert capsys.readouterr().out == "nothing was found\n"
+    assert capsys.readouterr().out == "nothing found\n"
     for wrong in (["--gap-report", str(tmp_path / "g.json")], ["--retriever", "golden", *data]):
         assert retrieve.main([*asked, "x", *wrong]) == 2
     assert retrieve.main(["--query", "x", "--context", "question", *data]) == 2
@@ -240,7 +240,11 @@ def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_p
     arguments = ["--documents", str(docs), "--encoder", "hashing", "--output", folder]
     assert index.main(arguments) == 0
     told = capsys.readouterr().out
-    assert "documents   1 (0 passages" in told and "  1 not in UTF-8: latin.txt" in told and "passages    2\n" in told
+    assert (
+        "documents   1 (0 duplicate passages)" in told
+        and "  1 not in UTF-8: latin.txt" in told
+        and "passages    2\n" in told
+    )
     skipped = (tmp_path / "index" / "skipped.jsonl").read_text(encoding="utf-8")
     assert json.loads(skipped)["path"] == "latin.txt"
     for name in ("semantic", "lexical", "hybrid"):

@@ -98,7 +98,7 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
 def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     assert plan.main(["--card", "RTX 3050 Laptp"]) == 2
     told = capsys.readouterr().err
-    assert "--card RTX 3050 Laptp is not in the table (did you mean RTX 3050 Laptop?); there are MX450, " in told
+    assert "unknown --card RTX 3050 Laptp (did you mean RTX 3050 Laptop?); choose from MX450, " in told
     assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
     assert "--card is T4, but has no effect here: it needs --device cuda" in capsys.readouterr().err
 

@@ -253,10 +253,10 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tokens": [1, 2]}, "do not fit one another"),
+        ({"tokens": [1, 2]}, "are inconsistent"),
         ({"tokens": ["1", 2, 3]}, "tokens is .* not a list of whole numbers"),
         ({"logprobs": [0.5, -1.0]}, "not a list of log-probabilities"),
-        ({"step_ends": [3]}, "do not fit one another"),
+        ({"step_ends": [3]}, "are inconsistent"),
         ({"finish": "done"}, "finish is 'done', not one of answered"),
     ],
 )

@@ -221,7 +221,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         known = f"--format {', '.join(sorted(learned))}" if learned else "chats without steps"
         other = [f"{known} (here {'--format ' * (not learned)}{', '.join(asked - learned)})", *other]
     if other:
-        print(f"warning: {trained} was trained with {', '.join(other)}: results may be worse", file=sys.stderr)
+        print(f"warning: {trained} was trained on {', '.join(other)}: results may be worse", file=sys.stderr)
 
 
 def _formats(settings: Mapping[str, Any]) -> set[str]:
