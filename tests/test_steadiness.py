@@ -5,6 +5,7 @@ import torch
 
 from r3lite import ppo, sft
 from r3lite.assembly import reinforcement, supervised
+from r3lite.assembly.teacher import TeacherInTurns
 from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
@@ -124,7 +125,11 @@ def test_the_longest_episodes_are_rehearsed_before_any_is_sampled_and_leave_no_t
     assert run_rl(toy_of_rl, tmp_path / "plain", *flags) == 0
     passes, run, before = request.getfixturevalue("rehearsing"), Engine.run, []
     monkeypatch.setattr(Engine, "run", lambda self, *given: (before.append(len(passes)), run(self, *given))[1])
+    read, scored = TeacherInTurns.read, []  # tokens of what a teacher is given, and passes before it
+    tokens_of = lambda batch: (sum(map(len, batch.token_rows())), len(passes))  # noqa: E731
+    monkeypatch.setattr(TeacherInTurns, "read", lambda self, b: (scored.append(tokens_of(b)), read(self, b))[1])
     assert run_rl(toy_of_rl, tmp_path / "rehearsed", *flags) == 0
+    assert scored[:1] == ([(3 * 64, 0)] if algorithm == "dgpo" else [])
     assert passes[0] == max(passes) == 3 * 64  # --micro-batch-size episodes of --max-length tokens
     assert before[:2] == [1, 1] and len(before) == 4  # a validation before the two rounds and one after them
     same(tmp_path / "plain", tmp_path / "rehearsed", 2)

@@ -81,7 +81,7 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        rl_setup.rehearse(self.learner)
+        rl_setup.rehearse(self.learner, self.teacher and self.teacher.batch)
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""

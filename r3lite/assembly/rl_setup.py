@@ -6,7 +6,7 @@
 import copy
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -100,22 +100,25 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
     return common_prefix(first, last)
 
 
-def rehearse(learner: Learner) -> None:
-    """Runs the update of the largest micro-batch, without its optimizer step.
+def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], Batch] | None) -> None:
+    """Runs the update of the largest micro-batch, without its optimizer step; with a teacher, once more after its pass.
 
-    Its episodes are made up. They have the largest length, the common prefix of all prompts, and as many action tokens
+    The episodes are made up. They have the largest length, the common prefix of all prompts, and as many action tokens
     as an episode may have.
     """
     work, most = learner.grant.plan.workload, learner.vocabulary - 1
     apart, sampled = work.row_tokens - work.shared, int(work.writes)
     mask = [False] * (work.row_tokens - sampled) + [True] * sampled
     rows = [[0] * work.shared + [1 + i % most] * apart for i in range(work.step_rows)]
-    longest = Batch.of([Rollout.with_final_reward(row, mask, None, 0.0, 0) for row in rows])
-    together = chain.from_iterable(learner.ranks.gather(learner.micro_batches(longest)[:1]))
-    batch = longest.rows(sorted(chain.from_iterable(together)))
-    settings = replace(learner.settings, update_epochs=1, mini_batch_size=work.step_rows)
+    longest = [Rollout.with_final_reward(row, mask, None, 0.0, 0) for row in rows]
+    together = chain.from_iterable(learner.ranks.gather(learner.micro_batches(Batch.of(longest))[:1]))
+    rollouts = [longest[row] for row in sorted(chain.from_iterable(together))]
+    if teach:  # it scores failed episodes, which have another loss
+        rollouts += [replace(rollout, failed=True) for rollout in rollouts]
+    settings = replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts))
     own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False)}
     with learner.grant.rehearsal():
+        batch = teach(rollouts, {0: ""}) if teach else Batch.of(rollouts)
         replace(learner, settings=settings, **own).learn(batch, "rehearsal")
 
 
