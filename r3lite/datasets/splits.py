@@ -58,7 +58,7 @@ def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
 
 
 def sampled(stream: random.Random, questions: list[str], count: int, asked: str) -> list[str]:
-    """So many of the questions, in their order; `asked` begins the error if there are fewer."""
+    """A sample of `count` questions, in their order; `asked` begins the error if there are fewer."""
     if count > len(questions):
         raise R3LiteError(f"{asked} {count:,}, but there are only {len(questions):,} questions", "Pass a smaller size.")
     return [questions[i] for i in sorted(stream.sample(range(len(questions)), count))]

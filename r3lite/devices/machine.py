@@ -51,7 +51,7 @@ def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "total_mib": total // MIB,
         "free_mib": free // MIB,
         "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
-        "told": driver,  # by the driver, see ASKED
+        "told": driver,  # what the driver reports, see ASKED
     }
 
 
@@ -73,14 +73,14 @@ def lines(found: dict[str, Any]) -> dict[str, str]:
     return shown
 
 
-def _driver(told: dict[str, str]) -> str:
-    if not told:
+def _driver(reported: dict[str, str]) -> str:
+    if not reported:
         return "unknown: nvidia-smi is missing or failed"
-    parts = [told.get("driver", "version unknown")]
+    parts = [reported.get("driver", "version unknown")]
     for name, form in {"power_state": "{}", "watts": "{} W", "clock_mhz": "{} MHz", "celsius": "{} C"}.items():
-        if name in told:
-            limit = f" of {told[name + '_limit']}" if name + "_limit" in told else ""
-            parts.append(form.format(told[name] + limit))
+        if name in reported:
+            limit = f" of {reported[name + '_limit']}" if name + "_limit" in reported else ""
+            parts.append(form.format(reported[name] + limit))
     return ", ".join(parts)
 
 

@@ -127,7 +127,7 @@ class Precision:
             raise NonFiniteGradients(f"the gradients are not finite (norm {norm}); nothing was updated", remedy)
         self.changed_weights = True
         if finite:
-            optimizer.step()  # not the scaler's, which waits for the device to learn what the norm has told
+            optimizer.step()  # not the scaler's, which would wait for the device; the norm shows what is finite
         if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)

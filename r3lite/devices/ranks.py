@@ -59,7 +59,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, lengths: Sequence[int]) -> list[int]:
-        """The rows that this rank runs the model on, of rows of so many tokens; all of them if it is alone."""
+        """The rows that this rank runs the model on, given the tokens of each row; all of them if it is alone."""
         return list(range(len(lengths))) if self.size == 1 else shares(lengths, self.size)[self.rank]
 
     def begin_step(self, name: str) -> None:
@@ -206,7 +206,7 @@ class Group(Ranks):
         if reason is None:
             self.gather(None)  # the first rank, which connects the others, may still be writing
         self._ending.set()
-        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # no other rank is left
             self.store.set(self._keys[self.rank], OVER if reason is None else f"{GONE} {reason}")
         if reason is None:
             self.dist.destroy_process_group()

@@ -16,7 +16,7 @@ THREADS = 2  # that multiply: ours and autograd's
 class Beside:
     """Bytes beside tensors on a kind of card.
 
-    `context`: the driver's, made before the first tensor. 426 MiB were told of PyTorch 2.10 on an RTX 6000 Ada
+    `context`: the driver's, made before the first tensor. 426 MiB were reported for PyTorch 2.10 on an RTX 6000 Ada
     (https://github.com/unslothai/unsloth-zoo/pull/1053), about 250 of 1.13
     (https://github.com/pytorch/pytorch/pull/86509). Kernels are loaded into it when they are first used, hence a little
     more. `workspace`: cuBLAS gets :4096:2:16:8, unless CUBLAS_WORKSPACE_CONFIG says otherwise, for each thread and

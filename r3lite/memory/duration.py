@@ -303,16 +303,16 @@ class Duration:
         assert speeds
         phases = {phase: round(s, 4) for phase, s in self.phases.items()}
         run = None if self.run is None else round(self.run, 1)
-        told = {"phases": phases, "step": round(self.seconds, 4), "run": run}
-        told |= {"validation": round(self.validation, 4)} if self.validation else {}
+        record = {"phases": phases, "step": round(self.seconds, 4), "run": run}
+        record |= {"validation": round(self.validation, 4)} if self.validation else {}
         if self.copies:
-            told["copying"] = {
+            record["copying"] = {
                 phase: {"seconds": round(copying, 4), "hidden_percent": round(100 * (1 - exposed / copying), 1)}
                 for phase, (copying, exposed) in self.copies.items()
             }
             if "sample" in self.phases:
-                told["sampled_tokens_per_second"] = round(self.sampled_tokens_per_second, 1)
-        return told | {"device": speeds.name, "speeds_from": speeds.source}
+                record["sampled_tokens_per_second"] = round(self.sampled_tokens_per_second, 1)
+        return record | {"device": speeds.name, "speeds_from": speeds.source}
 
 
 def predict(w: Workload, memory: Memory) -> Duration | None:

@@ -43,7 +43,7 @@ CLASSES = {
     "opq-ivf-pq": "IndexPreTransform",
 }
 CONSTRUCTION, SEARCH = 80, 96  # candidates of hnsw that are kept for a vector's links, and for a query
-PROBES = 32  # a query reads one list of so many, but 16 at the least
+PROBES = 32  # a query reads 1 / PROBES of the lists, but at least 16
 ROUNDS = 4  # of OPQ: rotation and codewords in turns
 
 

@@ -47,7 +47,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Ticket:
-    """An episode to sample: of a question, from the stream of a seed; or another end of one, after so many steps."""
+    """An episode to sample: its question and its seed; or another end of an episode, after its first steps."""
 
     question: Question
     seed: str
@@ -91,8 +91,8 @@ def tickets_from_json(record: Record) -> list[Ticket]:
 
 def _question_to_json(q: Question) -> dict:
     documents, gold = ([d.to_json() for d in some] for some in (q.documents, q.gold))
-    told = {"id": q.id, "text": q.text, "documents": documents, "gold": gold, "gold_by": q.gold_by}
-    return told | {"earlier": list(q.earlier), "source": q.source, "procedure": q.procedure}
+    record = {"id": q.id, "text": q.text, "documents": documents, "gold": gold, "gold_by": q.gold_by}
+    return record | {"earlier": list(q.earlier), "source": q.source, "procedure": q.procedure}
 
 
 def _question(record: Record) -> Question:
@@ -105,9 +105,13 @@ def _question(record: Record) -> Question:
 
 
 def sequence_to_json(s: Sequence) -> dict:
-    told = {"tokens": s.tokens, "actions": "".join("01"[written] for written in s.action_mask), "logprobs": s.logprobs}
-    told |= {"steps": [step.to_json() for step in s.steps], "step_ends": s.step_ends, "finish": s.finish}
-    return told | ({"failure": s.failure} if s.failure else {})
+    record = {
+        "tokens": s.tokens,
+        "actions": "".join("01"[written] for written in s.action_mask),
+        "logprobs": s.logprobs,
+    }
+    record |= {"steps": [step.to_json() for step in s.steps], "step_ends": s.step_ends, "finish": s.finish}
+    return record | ({"failure": s.failure} if s.failure else {})
 
 
 def sequence_from_json(record: Record, question: Question, place: int = 0) -> Sequence:
