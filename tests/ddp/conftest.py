@@ -54,7 +54,9 @@ class Processes:
             job = {"command": command, "arguments": [*arguments, *more], "port": port, "changes": changes}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
-        return [json.loads(process.stdout.readline()) for process in self.started]
+        # PyTorch 2.10's Gloo prints lines of its own.
+        said = (next(line for line in process.stdout if not line.startswith("[Gloo]")) for process in self.started)
+        return list(map(json.loads, said))
 
     def said(self, rank: int) -> str:
         """What a rank has printed in the last run."""
