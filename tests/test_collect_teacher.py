@@ -197,7 +197,7 @@ def test_a_second_run_asks_only_what_is_left(tmp_path, teach, capsys):
     teach.output.write_bytes(kept[:-20])
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
     assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
-    assert "torn" in capsys.readouterr().err
+    assert "removed the incomplete last line" in capsys.readouterr().err
     # It may be torn inside a character, too.
     teach.output.write_bytes(kept + '{"id": "q2", "question": "é'.encode()[:-1])
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
@@ -250,13 +250,13 @@ def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, c
     kept = teach.output.read_bytes()
     assert teach(data, "--attempts", "3", "--max-hops", "4") == 1
     told = capsys.readouterr().err
-    assert "is of another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
+    assert "is another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
     assert teach.output.read_bytes() == kept
     assert teach(data, "--attempts", "2", "--judge-rpm", "1000") == 0  # more questions, at another rate
     assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]
     (tmp_path / "out.jsonl.config.toml").write_text("[evaluate]\n")
     assert teach(data, "--attempts", "2") == 1
-    assert "is not of collect" in capsys.readouterr().err
+    assert "is not a run of collect" in capsys.readouterr().err
 
 
 def test_a_file_of_an_earlier_version_is_gone_on_with(tmp_path, teach):
@@ -276,7 +276,7 @@ def test_a_first_line_that_was_torn_is_collected_again(tmp_path, teach, capsys):
     whole = teach.output.read_bytes()
     teach.output.write_bytes(whole[:30])
     assert teach(data) == 0
-    assert teach.output.read_bytes() == whole and "torn" in capsys.readouterr().err
+    assert teach.output.read_bytes() == whole and "removed the incomplete last line" in capsys.readouterr().err
 
 
 def test_what_an_editor_left_without_a_line_end_stays_as_it_is(tmp_path, teach):

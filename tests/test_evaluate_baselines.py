@@ -112,7 +112,7 @@ def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, s
 def test_gold_needs_gold_paragraphs(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "questions.jsonl", [{"question": "Who?", "answer": "Ada"}])
     assert evaluate.main([*toy, "--baseline", "gold"]) == 1
-    assert "--baseline gold) needs gold paragraphs: question" in capsys.readouterr().err
+    assert "--baseline gold) needs gold paragraphs; question questions-1 has none" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_what_a_baseline_brings(toy, capsys):
@@ -126,7 +126,7 @@ def test_an_unfinished_baseline_is_begun_again_only_by_itself(toy, says, tmp_pat
     monkeypatch.setattr(evaluating, "summary", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert evaluate.main([*toy, "--baseline", "rag"]) == 130
     assert evaluate.main([*toy, "--baseline", "closed-book"]) == 1
-    assert "is of another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err
+    assert "is another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err
     monkeypatch.undo()
     assert evaluate.main([*toy, "--baseline", "rag", "--max-new-tokens", "160"]) == 0
 
@@ -144,7 +144,7 @@ def test_comparison_and_report_name_the_baseline(toy, says, tmp_path, capsys):
     assert f"A  {folders[1]}/predictions.jsonl\nB  {folders[2]}\n" in capsys.readouterr().out
     assert report.main([*folders, "--output", str(tmp_path / "x.html")]) == 0
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
-    assert "b (closed book) less a (plain RAG)" in page and "c less a (plain RAG)" in page
+    assert "b (closed book) minus a (plain RAG)" in page and "c minus a (plain RAG)" in page
 
 
 def test_every_baseline_has_a_name():

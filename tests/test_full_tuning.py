@@ -32,7 +32,7 @@ def test_it_learns_and_writes_the_model_that_it_trained(toy, tmp_path, dtype, ca
     assert not (output / "adapter").exists() and not (output / "checkpoint-30" / "adapter").exists()
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["model"], summary["model_step"]) == ("model", 30) and "adapter" not in summary
-    assert f"the model is in {output / 'model'}" in capsys.readouterr().out
+    assert f"wrote the model to {output / 'model'}" in capsys.readouterr().out
     trained = checkpoint.read(output / "checkpoint-30").tensors["weights"]
     model = load_model(output / "model", {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], "cpu")
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())

@@ -98,11 +98,17 @@ def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--max-hops", "3"], r"differs: --max-hops is 3 \(here 2\)\n  Start the worker with the flags of this run"),
+        (
+            ["--max-hops", "3"],
+            r"has other settings: --max-hops is 3 \(here 2\)\n  Start the worker with the flags of this run",
+        ),
         (["--max-new-tokens", "32"], r"--max-new-tokens is 32 \(here 48\)"),
         (["--top-k", "1"], r"--top-k is 1 \(here 3\)"),
         (["--temperature", "0.5"], r"--temperature is 0.5 \(here 1.0\)"),
-        (["--init-prompt", "prompts/init_prompt.txt"], "differs: the prompts, chat template or tokenizer is"),
+        (
+            ["--init-prompt", "prompts/init_prompt.txt"],
+            "has other settings: the prompts, chat template or tokenizer is",
+        ),
         (["--index", "none", "--retriever", "none"], "--retriever is none .* the passages searched is False"),
     ],
 )
@@ -116,16 +122,16 @@ def test_another_base_and_another_version_are_refused(cold, tmp_path, running, m
     url, ours = running(service), dict(service.facts)
     config = config_of(cold, "--rollout-server", url)
     service.facts = ours | {"--model": "0123456789abcdef"}
-    with pytest.raises(R3LiteError, match=r"differs: --model is 0123456789abcdef \(here \w{16}\)"):
+    with pytest.raises(R3LiteError, match=r"has other settings: --model is 0123456789abcdef \(here \w{16}\)"):
         sampler_of(config, tmp_path)
     service.facts = ours | {"the version of r3lite": "0.0.1"}
-    with pytest.raises(R3LiteError, match=r"differs: the version of r3lite is 0.0.1 \(here"):
+    with pytest.raises(R3LiteError, match=r"has other settings: the version of r3lite is 0.0.1 \(here"):
         sampler_of(config, tmp_path)
     service.facts = ours
     sampler, _, _ = sampler_of(config, tmp_path)
     sampler.sample(1, Stopwatch())
     service.facts = ours | {"--max-hops": "7"}  # it was started anew while the run goes on
-    with pytest.raises(R3LiteError, match="differs: --max-hops is 7"):
+    with pytest.raises(R3LiteError, match="has other settings: --max-hops is 7"):
         sampler.sample(2, Stopwatch())
 
 

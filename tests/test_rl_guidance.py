@@ -94,7 +94,7 @@ def test_traces_of_s1_and_openr1_are_read(use, tmp_path):
     use([trace(0), s1, openr1])
     for read in read_traces(tmp_path / "traces.jsonl", PROTOCOL)[1:]:
         assert (read.question, [(s.analysis, s.answer) for s in read.steps]) == ("Who?", [("I know.", "Ann")])
-    with pytest.raises(R3LiteError, match="line 2: it has a system message"):
+    with pytest.raises(R3LiteError, match="line 2: has a system message, but traces use"):
         use([trace(0), s1 | {"system": "Be brief."}])
 
 

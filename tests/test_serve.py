@@ -166,7 +166,7 @@ def test_which_adapter_answers_in_which_mode():
     for wrong in (["--adapters", "a=x,a=y"], ["--adapters", "++"], ["--adapters", "a b=c"], ["--adapters", "base=x"]):
         with pytest.raises(UsageError, match="NAME=FOLDER"):
             adapters_of(config(*wrong))
-    with pytest.raises(UsageError, match="--search-adapter is gpt; there are sft, rl"):
+    with pytest.raises(UsageError, match="--search-adapter is gpt; choose from sft, rl, or add it to --adapters"):
         modes("--adapters", "sft,rl", "--search-adapter", "gpt")
 
 

@@ -66,7 +66,8 @@ def sft_workload(config: SftConfig, longest: int | None = None, **known: float |
     """
     longest, full = min(config.sft.max_length, longest or config.sft.max_length), config.lora.no_lora
     if full and config.model.adapter:
-        raise UsageError("--no-lora does not take an --adapter: merge it with r3lite.export and pass --model")
+        cause = f"--adapter is {config.model.adapter}, but --no-lora does not take one"
+        raise UsageError(f"{cause}: merge it with r3lite.export and pass --model")
     base = _base(config.model)
     if full and base["packed"]:
         cause = f"--no-lora cannot train {config.model.model}, whose weights are in 4 bits"

@@ -114,7 +114,7 @@ def test_memory_fails_if_it_runs_out(monkeypatch):
 
     monkeypatch.setattr(supervised.SFTTrainer, "add_gradients", runs_out)
     found = runs.memory(EXACT)
-    assert failed(found) and "memory ran out" in found.message
+    assert failed(found) and "out of memory" in found.message
 
 
 def test_a_resumed_run_is_equal_to_the_bit():
