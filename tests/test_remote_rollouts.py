@@ -76,7 +76,8 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
 def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running):
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", running(service_of(cold))), tmp_path)
     local, _, _ = sampler_of(config_of(cold), tmp_path, elsewhere=False)
-    begun = [(s, 1) for s in sampler.sample(1, Stopwatch()).sequences if len(s.steps) > 1]
+    rounds = [sampler.sample(number, Stopwatch()).sequences for number in (1, 2, 3, 4)]
+    begun = [(s, 1) for sequences in rounds for s in sequences if len(s.steps) > 1]
     seeds = [f"again {i}" for i in range(len(begun))]
     assert begun
     made = sampler.sampler.engine.continue_from(begun, seeds, sampler.sampler.retrieve)

@@ -24,11 +24,7 @@ WORDS = ["<s>", "<pad>", "</s>", "<unk>", *"a b city in is which norway oslo que
 def made(tmp_path_factory):
     """Makes the folder of a small encoder with random weights, as sentence-transformers writes it."""
     from sentence_transformers import SentenceTransformer
-
-    try:
-        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-    except ImportError:  # an older version
-        from sentence_transformers.models import Normalize, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     from transformers import AutoModel, ModernBertConfig, PreTrainedTokenizerFast, XLMRobertaConfig
 
     kinds = {"modernbert": ModernBertConfig, "xlm-roberta": XLMRobertaConfig}
