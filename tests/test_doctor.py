@@ -119,7 +119,7 @@ def test_all_is_well_and_times_are_predicted_from_what_was_measured(checks, tmp_
     path = tmp_path / ".cache" / "r3lite" / "doctor.json"
     assert report(path)["ok"] and cards.measured(CPU) == speed.measure(CPU, linear)
     out = " ".join(capsys.readouterr().out.split())
-    assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; a kernel 4.0 us" in out and "not kept" not in out
+    assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; kernel launch 4.0 us" in out and "not saved" not in out
 
 
 def test_speeds_that_cannot_be_kept_are_no_failure(checks, tmp_path, capsys):

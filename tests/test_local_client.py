@@ -154,7 +154,8 @@ def test_what_is_no_verdict_is_missing(says, judge):
 
 def test_if_nothing_is_a_verdict_the_run_stops(says, judge):
     says.answer = lambda prompt: "oops"
-    with pytest.raises(R3LiteError, match="2 of the last 2 calls of the judge failed: 2 times the reply is not JSON"):
+    told = "2 of the last 2 calls of the judge failed: 2 x the reply is not valid JSON"
+    with pytest.raises(R3LiteError, match=told):
         judge().verdicts([episode("a"), episode("b")])
 
 

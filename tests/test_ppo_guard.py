@@ -187,7 +187,7 @@ def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsy
 
 def test_validation_questions_that_are_trained_on_are_warned_of(world, tmp_path, capsys):
     assert run(world, tmp_path / "run", "--eval-data", str(world / "train.jsonl"), "--stop-after", "1") == 0
-    assert "warning: 12 of 12 questions of --eval-data are trained on as well" in capsys.readouterr().err
+    assert "warning: 12 of 12 questions of --eval-data are also trained on" in capsys.readouterr().err
 
 
 def test_an_adapter_of_less_than_one_pass_is_warned_of(world, tmp_path, capsys):

@@ -200,7 +200,7 @@ def test_the_dry_run_of_rl_shows_the_sources_and_traces_are_refused(rl_sources, 
     told = capsys.readouterr().out
     assert re.search(r"dev +33\.3% +any +tags +100 of ", told) and "904 questions" in told
     assert ppo.main([*given, "--algorithm", "luffy", "--traces", "x.jsonl", "--dry-run"]) == 2
-    assert "--traces belongs to the questions of --data" in capsys.readouterr().err
+    assert "--traces needs --data, without [[sources]]" in capsys.readouterr().err
 
 
 def test_prompts_of_sources_share_what_all_begin_with_and_must_leave_room(tokenizer):

@@ -102,7 +102,7 @@ MADE = [  # (round, parent, prompt, why it is rejected)
     (0, None, FIRST, ""),
     (1, 0, f"{FIRST}!", ""),
     (1, 0, "Take your time.", "it lost {question}"),
-    (1, 0, FIRST, "it is the same as 0"),
+    (1, 0, FIRST, "it is the same as prompt 0"),
     (
         1,
         0,
@@ -111,16 +111,16 @@ MADE = [  # (round, parent, prompt, why it is rejected)
     ),
     (2, 1, f"{FIRST}!!", ""),
     (2, 1, "Take your time.", "it lost {question}"),
-    (2, 1, f"{FIRST}!", "it is the same as 1"),
+    (2, 1, f"{FIRST}!", "it is the same as prompt 1"),
     (
         2,
         1,
         "{question} {question} {answer}",
         TWICE,
     ),
-    (2, 0, f"{FIRST}!", "it is the same as 1"),
+    (2, 0, f"{FIRST}!", "it is the same as prompt 1"),
     (2, 0, "Take your time.", "it lost {question}"),
-    (2, 0, FIRST, "it is the same as 0"),
+    (2, 0, FIRST, "it is the same as prompt 0"),
     (
         2,
         0,
@@ -206,7 +206,7 @@ def test_replies_that_are_none_are_rejected_and_if_all_are_it_stops(run, model, 
     critic.script = lambda body: answers.said("oops")
     assert run() == 1
     told = capsys.readouterr().err
-    assert "none of the critic's 4 replies can be used; the first: the reply is not JSON" in told
+    assert "none of the critic's 4 replies can be used; the first: the reply is not valid JSON" in told
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}\n"
     replies = ["oops", json.dumps({"critique": " "}), json.dumps({"prompt": 7})]
     critic.script = lambda body: answers.said(replies.pop()) if replies else good(body)
@@ -237,7 +237,7 @@ def test_a_prompt_that_fails_nowhere_is_not_criticized(run, model, critic, files
 def test_what_is_there_is_another_runs(run, model, critic, files, capsys):
     assert run("--rounds", "1") == 0
     assert run("--rounds", "1", "--beam", "3") == 1
-    assert "is of another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
+    assert "is another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
     (files / "first.txt").write_text("Be calm. {question}", encoding="utf-8")
     assert run("--rounds", "1") == 1
     assert "has another first prompt or other questions" in capsys.readouterr().err

@@ -97,10 +97,13 @@ def test_a_prompt_without_messages_is_the_user_s():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[assistant]\nx\n[user]\n{question}", "make no chat"),
-        ("[user]\nx\n[user]\n{question}", "make no chat"),
-        ("[user]\nx\n[assistant]\n{question}", "make no chat"),
-        ("[user]\n{question}\n[assistant]\n\n[user]\nx", "make no chat"),
+        ("[assistant]\nx\n[user]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
+        ("[user]\nx\n[user]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
+        ("[user]\nx\n[assistant]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
+        (
+            "[user]\n{question}\n[assistant]\n\n[user]\nx",
+            r"\[user\] and \[assistant\] in the opening prompt do not alternate",
+        ),
         ("[user]\n{question}\n[assistant]\ny\n[user]\nx", "in its example"),
     ],
 )
