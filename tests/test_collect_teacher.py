@@ -250,7 +250,7 @@ def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, c
     kept = teach.output.read_bytes()
     assert teach(data, "--attempts", "3", "--max-hops", "4") == 1
     told = capsys.readouterr().err
-    assert "is another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
+    assert "is from another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
     assert teach.output.read_bytes() == kept
     assert teach(data, "--attempts", "2", "--judge-rpm", "1000") == 0  # more questions, at another rate
     assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]

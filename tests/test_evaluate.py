@@ -210,7 +210,7 @@ def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monk
     # The same evaluation may be begun again in its folder, and no other one.
     monkeypatch.setattr(evaluating, "build_judge", lambda *_: FakeJudge())
     assert evaluate.main([*toy, "--judge", "gemini", "--top-k", "1"]) == 1
-    assert "is another run of evaluate: top_k (was 2, is 1)" in capsys.readouterr().err
+    assert "is from another run of evaluate: top_k (was 2, is 1)" in capsys.readouterr().err
     assert evaluate.main([*toy, "--judge", "gemini", "--judge-rpm", "7"]) == 0
     assert (tmp_path / "out" / "scores.json").exists()
 

@@ -126,7 +126,7 @@ def test_an_unfinished_baseline_is_begun_again_only_by_itself(toy, says, tmp_pat
     monkeypatch.setattr(evaluating, "summary", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert evaluate.main([*toy, "--baseline", "rag"]) == 130
     assert evaluate.main([*toy, "--baseline", "closed-book"]) == 1
-    assert "is another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err
+    assert "is from another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err
     monkeypatch.undo()
     assert evaluate.main([*toy, "--baseline", "rag", "--max-new-tokens", "160"]) == 0
 

@@ -237,7 +237,7 @@ def test_a_prompt_that_fails_nowhere_is_not_criticized(run, model, critic, files
 def test_what_is_there_is_another_runs(run, model, critic, files, capsys):
     assert run("--rounds", "1") == 0
     assert run("--rounds", "1", "--beam", "3") == 1
-    assert "is another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
+    assert "is from another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
     (files / "first.txt").write_text("Be calm. {question}", encoding="utf-8")
     assert run("--rounds", "1") == 1
     assert "has another first prompt or other questions" in capsys.readouterr().err

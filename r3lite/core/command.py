@@ -175,7 +175,9 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
         raise R3LiteError(f"{output} is not a run of {command}: {kept} has no [{command}]", remedy)
     then = json.loads(json.dumps(flat(with_values(config, table, f"{kept}: "))))
     if changed := changes(then, config, free):
-        raise R3LiteError(f"{output} is another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
+        raise R3LiteError(
+            f"{output} is from another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}"
+        )
 
 
 def check_output(

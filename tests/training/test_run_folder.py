@@ -78,7 +78,7 @@ def test_resume_auto_begins_afresh_in_a_folder_of_the_same_run_only(tmp_path):
         run(toy, output=str(tmp_path), seed=3)
     before = contents(tmp_path)
     with pytest.raises(
-        R3LiteError, match=r"is another run of sft: learning_rate \(was 0.01, is 0.5\), seed \(was 3, is 0"
+        R3LiteError, match=r"is from another run of sft: learning_rate \(was 0.01, is 0.5\), seed \(was 3, is 0"
     ):
         run(Toy(), output=str(tmp_path), resume="auto", learning_rate=0.5)
     assert contents(tmp_path) == before
