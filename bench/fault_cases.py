@@ -205,7 +205,7 @@ CASES = [
     Case("export, nf4", "export", _export("folder", "nf4"), done="already exists"),
     Case("prepare", "prepare", _prepare),
     Case("evaluate, judge and query cache", "evaluate", _evaluate, asks=True, done="already has an evaluation"),
-    Case("retrieve, query cache", "retrieve", _retrieve, done="holds a recall.json already"),
+    Case("retrieve, query cache", "retrieve", _retrieve, done="already has a recall.json"),
     Case("report", "report", _report),
 ]
 if encoder() is None:

@@ -132,7 +132,7 @@ def test_facts_are_of_documents_that_were_retrieved(tmp_path, capsys):
         assert question.gold_found([d for step in trajectory.steps for d in step.documents]) == set(
             range(len(question.gold))
         )
-    assert re.search(r"gold paragraphs that the retriever found +1\.000", capsys.readouterr().out)
+    assert re.search(r"gold paragraphs found +1\.000", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["lexical", "hybrid", "golden"])

@@ -146,7 +146,7 @@ def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, ca
     flags += ["--weights", weights, "--prompts", "3", "--output", str(output)]
     assert export.main([*flags, "--push", "me/mine"]) == 0
     shown = capsys.readouterr().out
-    assert "over 3 prompts" in shown and {p.name for p in output.iterdir()} == {
+    assert "on 3 prompts" in shown and {p.name for p in output.iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors"
     }  # fmt: skip
     assert "nothing was uploaded" in shown and "adapter_model.safetensors" in shown
@@ -230,8 +230,8 @@ def test_parity_by_hand(exported, run, tmp_path, capsys):
     flags = [*TINY, "--adapter", str(run), "--weights", "fp32", "--prompts", "3", "--output", str(tmp_path / "x")]
     assert export.main(flags) == 0
     told = capsys.readouterr().out
-    most = float(re.search(r"and (\S+) at most; the likeliest next token is the same after 3 of them", told)[1])
-    assert 0 < most < 1e-4 and "over 3 prompts" in told
+    most = float(re.search(r"average, (\S+) at most; the most likely next token is the same for 3\n", told)[1])
+    assert 0 < most < 1e-4 and "on 3 prompts: " in told
 
 
 def test_the_cards_snippet_works_in_its_folder(exported):

@@ -253,5 +253,5 @@ def test_bytes_that_are_no_text_and_pipes_are_refused(tmp_path, name):
     path.write_bytes(json.dumps(reader.sample).encode() + b"\n\xff\xfe\n")
     with pytest.raises(R3LiteError, match=r"bytes\.jsonl"):
         reader.read(path)
-    with pytest.raises(R3LiteError, match="pipe or a device"):
+    with pytest.raises(R3LiteError, match="pipe or device"):
         reader.read(Path("/dev/zero"))

@@ -197,7 +197,7 @@ def test_an_earlier_measurement_and_an_index_are_not_written_over(tmp_path, caps
     assert retrieve.main([*asked, "--output", str(tmp_path)]) == 0
     before = (tmp_path / "recall.json").read_bytes()
     assert retrieve.main([*asked, "--limit", "3", "--output", str(tmp_path)]) == 1
-    assert "holds a recall.json already" in capsys.readouterr().err
+    assert "already has a recall.json" in capsys.readouterr().err
     assert (tmp_path / "recall.json").read_bytes() == before
 
 

@@ -48,7 +48,7 @@ def test_a_card_without_a_pytorch_that_can_use_it_is_told(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert precision.resolve_device("auto") == CPU
-    assert "NVIDIA card" in (told := capsys.readouterr().err)
+    assert "NVIDIA GPU" in (told := capsys.readouterr().err)
     assert "https://pytorch.org/get-started/locally/" in told
     precision.resolve_device("cpu")  # asked for: nothing to warn of
     assert not capsys.readouterr().err

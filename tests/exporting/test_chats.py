@@ -194,7 +194,7 @@ def test_a_base_without_an_adapter_is_exported(exported, capsys):
     status, output = exported(resolve_folder("tiny"))
     assert status == 0
     card = (output / "README.md").read_text(encoding="utf-8")
-    assert "as it is" in card and "adapter" not in card and "exported by r3lite" in card
+    assert "not trained further" in card and "adapter" not in card and "exported by r3lite" in card
     ours, theirs = (load_model(f, torch.float32, "cpu").state_dict() for f in (output, resolve_folder("tiny")))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for form in ("adapter", "gguf-adapter"):

@@ -15,5 +15,5 @@ def test_known_and_given_prices():
 
 def test_a_model_without_a_price_is_not_free():
     assert prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0)) is None
-    with pytest.raises(R3LiteError, match="the price of x is not known"):
+    with pytest.raises(R3LiteError, match="the price of x, which is not known"):
         prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0, judge_max_cost=1.0))

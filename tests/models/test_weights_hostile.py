@@ -129,7 +129,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         save_file({"a": torch.ones(2)}, tmp_path / name)
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(R3LiteError, match=r"2\.safetensors: a is in 1\.safetensors, too"):
+    with pytest.raises(R3LiteError, match=r"2\.safetensors: a is also in 1\.safetensors"):
         weights.tensor_places(tmp_path)
 
 

@@ -151,7 +151,7 @@ def test_several_corpora_are_one_index_and_no_id_comes_twice(tmp_path, capsys):
     assert recipe.main(["--corpus", ",".join(map(str, files)), *options]) == 0
     assert [d.id for d in index.read_documents(tmp_path / "i")] == ["0", "1"]
     assert recipe.main(["--corpus", f"{files[0]},{files[0]}", *options]) == 1
-    assert "has the id '0', too" in capsys.readouterr().err
+    assert "duplicate id '0'" in capsys.readouterr().err
 
 
 def test_settings_of_cutting_are_refused_beside_a_corpus(tmp_path, capsys):

@@ -24,9 +24,9 @@ def test_the_gold_paragraphs_whatever_is_asked():
 
 
 def test_a_question_without_gold_paragraphs_is_refused():
-    with pytest.raises(R3LiteError, match="needs gold paragraphs: question bare has none"):
+    with pytest.raises(R3LiteError, match="needs gold paragraphs; question bare has none"):
         golden(ONE, BARE)
-    with pytest.raises(R3LiteError, match="needs gold paragraphs: question bare has none"):
+    with pytest.raises(R3LiteError, match="needs gold paragraphs; question bare has none"):
         golden(BARE)
 
 

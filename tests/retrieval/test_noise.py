@@ -38,7 +38,7 @@ def test_a_search_finds_the_paragraphs_that_golden_would_mix(retriever, context)
 
 
 def test_what_is_gold_must_be_known():
-    with pytest.raises(R3LiteError, match="--noise-rate needs gold paragraphs: question bare has none"):
+    with pytest.raises(R3LiteError, match="--noise-rate needs gold paragraphs, but question bare has none"):
         build_retriever(Setup(RetrievalSettings(encoder="hashing", noise_rate=0.5), [BARE]))
 
 

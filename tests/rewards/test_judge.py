@@ -169,7 +169,7 @@ def test_equal_episodes_are_judged_once(gemini, judge, answers):
 
 def test_a_run_where_all_calls_fail_stops_with_the_reasons(gemini, judge, answers):
     gemini.script = [answers.said("", "SAFETY")] * 3 + [answers.said("oops")]
-    with pytest.raises(R3LiteError, match=r"8 of the last 8 calls of the judge failed: 5 times .*; 3 times .* blocked"):
+    with pytest.raises(R3LiteError, match=r"8 of the last 8 calls of the judge failed: 5 x .*; 3 x .* blocked"):
         judge(judge_concurrency=1).verdicts([episode(str(i)) for i in range(100)])
     assert 8 <= len(gemini.requests) <= 12
 
@@ -177,7 +177,7 @@ def test_a_run_where_all_calls_fail_stops_with_the_reasons(gemini, judge, answer
 def test_a_first_round_without_any_verdict_stops_however_small_it_is(gemini, judge, answers):
     """A run of a few calls ended as if all were well, having learned nothing."""
     gemini.script = [answers.said("oops")]
-    with pytest.raises(R3LiteError, match=r"2 of the last 2 calls of the judge failed: 2 times .* not JSON"):
+    with pytest.raises(R3LiteError, match=r"2 of the last 2 calls of the judge failed: 2 x .* not valid JSON"):
         judge().verdicts([episode("a"), episode("b")])
 
 
