@@ -103,7 +103,7 @@ def names_of(desk: Desk) -> list[str]:
 
 
 def check_model(name: str, names: list[str]) -> None:
-    """Raises Refusal if there is no model of that name."""
+    """Raises Refusal if no model has that name."""
     if name not in names:
         message = f"The model {name[:80]!r} does not exist; choose from {', '.join(names)}."
         raise Refusal(404, "model_not_found", message)

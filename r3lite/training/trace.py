@@ -17,7 +17,7 @@ from r3lite.training.metrics import writing
 CHROME, OPENTELEMETRY = "trace.json", "spans.jsonl"
 REMEDY = "Move it away, or remove --track-spans."
 SERVICE = "r3lite"
-INTERNAL = 1  # OpenTelemetry's kind of a span that is no call of another service
+INTERNAL = 1  # OpenTelemetry's kind of a span that calls no other service
 CLOSED = "\n]\n"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import faiss
@@ -309,53 +308,3 @@ def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
         pytest.raises(R3LiteError, match="the encoder hashing computes vectors that are not"),
     ):
         index.build(encoder, DOCUMENTS)
-
-
-def test_another_encoder_or_style_is_refused(tmp_path, minilm):
-    save(tmp_path / "hashed")
-    with pytest.raises(R3LiteError, match="built with encoder hashing, not ") as error:
-        index.load(tmp_path / "hashed", encoder_settings(str(minilm)))
-    assert "--encoder hashing, or build" in error.value.remedy
-    save(tmp_path / "e5", encoder=str(minilm), style="e5")
-    with pytest.raises(R3LiteError, match="not hashing"):
-        index.load(tmp_path / "e5", encoder_settings())
-    with pytest.raises(R3LiteError, match="built with style e5, not plain"):
-        index.load(tmp_path / "e5", encoder_settings(str(minilm), "plain"))
-    # Left to itself, the style is the one that is kept with the index, whatever the encoder's name says.
-    assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
-
-
-def test_what_cannot_be_rebuilt_in_its_folder_is_built_in_another(tmp_path, minilm):
-    """The errors said to build it in the same folder, which is refused."""
-    save(tmp_path / "hashed")
-    save(tmp_path / "broken")
-    (tmp_path / "broken" / "manifest.json").write_text("[]")
-    for name, refused in (("hashed", "with encoder hashing, not"), ("broken", "already exists: .* is not an index")):
-        with pytest.raises(R3LiteError) as error:
-            index.load(tmp_path / name, encoder_settings(str(minilm)))
-        assert "FOLDER" in error.value.remedy and str(tmp_path / name) not in error.value.remedy
-        with pytest.raises(R3LiteError, match=refused):
-            save(tmp_path / name, encoder=str(minilm))
-
-
-def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
-    for made, searched in (("fp32", "bf16"), ("bf16", "fp32")):
-        save(tmp_path / made, encoder=str(minilm), style="plain", dtype=made)
-        manifest = json.loads((tmp_path / made / "manifest.json").read_text())
-        assert manifest.get("dtype") == (None if made == "fp32" else "bf16")
-        opened = index.load(tmp_path / made, encoder_settings(str(minilm), dtype=searched))
-        assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
-
-
-def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
-    from safetensors.torch import load_file, save_file
-
-    save(tmp_path / "i", encoder=str(minilm))
-    shutil.copytree(minilm, tmp_path / "moved")
-    opened = index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))
-    assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
-    weights = load_file(tmp_path / "moved" / "model.safetensors")
-    weights = {k: v * 1.2 if k.endswith("query.weight") else v.clone() for k, v in weights.items()}
-    save_file(weights, tmp_path / "moved" / "model.safetensors")
-    with pytest.raises(R3LiteError, match="the vectors differ"):
-        index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))
