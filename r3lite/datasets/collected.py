@@ -31,6 +31,7 @@ class Tally:
 
     questions: int
     kept: int = 0
+    kept_earlier: int = 0  # by runs that this one continues
     rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
     steps: int = 0  # of kept trajectories
     gold: int = 0  # gold paragraphs that they need

@@ -64,6 +64,7 @@ class Teacher:
         if len(waiting) < len(questions):
             counts = {name: sum(q.id in known for q in questions) for name, known in before.items()}
             tally.extra |= {f"{name} in earlier runs": count for name, count in counts.items()}
+            tally.kept_earlier = counts["kept"]
         bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
