@@ -1,9 +1,9 @@
 """Pictures of the server's page, in both themes and three widths, of a server that runs.
 
-    python -m r3lite.serve --preset tiny --adapters sft=OUTPUT/sft,rl=OUTPUT/ppo --index OUTPUT/index &
+    python -m r3lite.serve --preset tiny --adapters sft=OUTPUT/sft,rl=OUTPUT/reinforce++-baseline --index OUTPUT/index &
     python -m bench.screenshots --output docs/images
 
-Needs a Chromium. Asks the sample world's first test question.
+Needs a Chromium. Asks a test question of the sample world.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.browser import Browser, chromium
 
 SIZES = {"wide": (1280, 860), "tablet": (768, 900), "phone": (390, 844)}
-QUESTION = "Who is married to the composer of Jelsan Janli?"
+QUESTION = "Which company does the founder of Dansti House work for?"
 
 
 def main() -> None:
