@@ -81,7 +81,8 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        rl_setup.rehearse(self.learner, self.teacher and self.teacher.batch)
+        in_turns = isinstance(self.teacher, teacher.TeacherInTurns)  # a cached one has no pass
+        rl_setup.rehearse(self.learner, self.teacher.batch if in_turns else None)
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""

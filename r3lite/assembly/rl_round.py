@@ -97,9 +97,9 @@ class Round:
         rollouts = []
         for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
             if scored is not None and (self.kept is None or group in self.kept):
-                rewards, failed = list(zip(s.step_ends, scored.steps)), scored.failed(failed_below)
-                numbers = s.tokens, s.action_mask, s.logprobs, s.values, rewards, group
-                rollouts.append(Rollout(*numbers, cut_off=s.finish == CUT_OFF, failed=failed))
+                rewards, cut_off = list(zip(s.step_ends, scored.steps)), s.finish == CUT_OFF
+                rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
+                rollouts.append(replace(rollout, failed=scored.failed(failed_below)))
         groups = {rollout.group for rollout in rollouts}
         return rollouts + [rollout for rollout in self.off_policy if rollout.group in groups]
 

@@ -118,7 +118,7 @@ def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], 
     settings = replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts))
     own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False)}
     with learner.grant.rehearsal():
-        batch = teach(rollouts, {0: ""}) if teach else Batch.of(rollouts)
+        batch = teach(rollouts, {}) if teach else Batch.of(rollouts)
         replace(learner, settings=settings, **own).learn(batch, "rehearsal")
 
 
