@@ -24,7 +24,6 @@ SECOND |= {"reports", "exporting", "serving", "tuning"}
 THIRD, FOURTH = {"assembly"}, {"checks"}
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts commands by name
 # Files that read as an algorithm.
-SHORT = {"assembly/reinforcement.py", "assembly/supervised.py", "rollout/engine.py", "rl/learner.py"}
 TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
 # What `python -m r3lite.X` runs: every module that stands in the package itself.
 RUN = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - ENTRY
@@ -168,16 +167,13 @@ def test_algorithms_are_known_by_name_to_their_own_folder_and_the_settings_only(
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_functions_can_be_read(path):
-    text, name = path.read_text(encoding="utf-8"), str(path.relative_to(PACKAGE))
-    tree = ast.parse(text)
+def test_modules_are_documented_and_functions_fit_on_a_screen(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), "a module opens with what it owns"
     assert path.stem != "utils"
-    lines = 120 if path.stem in RUN and path.parent == PACKAGE else 200 if name in SHORT else 350
-    assert text.count("\n") <= lines
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno < 70, f"{node.name} does not fit on a screen"
+            assert node.end_lineno - node.lineno < 80, f"{node.name} does not fit on a screen"
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except in line {node.lineno}"
 
 
