@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from r3lite.assembly import rl_guidance, rl_setup, teacher
+from r3lite.assembly import answer_round, rl_guidance, rl_setup, teacher
+from r3lite.assembly.answer_round import AnswerSampler
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.assembly.rl_round import RoundSampler
@@ -77,7 +78,7 @@ class RLTrainer:
         record |= (judge.counts() if judge else {}) | watch.laps
         if rounds := self.guard.first_rounds(record):
             rl_setup.warn_of_no_reward(self.config, rounds)
-        return record, sum(len(sequence.tokens) for sequence in sampled.sequences)
+        return record, sampled.token_count
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
@@ -100,6 +101,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         if config.rl.expand_limit and not any(question.gold for question in questions):
             cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
             raise R3LiteError(cause, "Remove it, or train on questions with supporting facts.")
+        answer_round.check_questions(config, questions)
         protocols = protocols_of(config.protocol, config.mixture)
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
@@ -121,7 +123,8 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             by_id = {question.id: question for question in questions}
             guidance = Guidance(config, by_id, by_question, replay, learner.mean_entropies)
         teacher_model = teacher.build(config, learner, engine.layout.tokenizer, questions)
-        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache, ranks)
+        sampler_type = AnswerSampler if config.rl.learn == "answer" else RoundSampler
+        sampler = sampler_type(config, questions, engine, retrieve, judge, guidance, setup.query_cache, ranks)
         if config.remote.rollout_server:
             from r3lite.assembly import remote_rollouts
 
@@ -153,6 +156,7 @@ def check(config: PpoConfig) -> None:
             raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)
+    answer_round.check(config)
     if config.remote.rollout_server:
         from r3lite.assembly import remote_rollouts
 

@@ -58,6 +58,11 @@ class Round:
             groups=[*self.groups, *new.groups],
         )
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of all episodes, given ones included."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
     def rewards(self) -> Rewards:
         """The rewards of each group, in the order of the groups' numbers."""
         of_group: dict[int, list[float | None]] = {}
@@ -97,7 +102,9 @@ class Round:
         rollouts = []
         for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
             if scored is not None and (self.kept is None or group in self.kept):
-                rewards, cut_off = list(zip(s.step_ends, scored.steps)), s.finish == CUT_OFF
+                # The steps before an end that was sampled again are given, and pay nothing.
+                rewards = [(end, reward) for end, reward in zip(s.step_ends, scored.steps) if s.action_mask[end]]
+                cut_off = s.finish == CUT_OFF
                 rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
                 rollouts.append(replace(rollout, failed=scored.failed(failed_below)))
         groups = {rollout.group for rollout in rollouts}

@@ -9,7 +9,13 @@ from typing import Literal
 
 from r3lite.core.records import Record
 
-ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values of Episode.finish
+# The values of Episode.finish.
+ANSWERED = "answered"
+CUT_OFF = "cut_off"
+MALFORMED = "malformed"
+SEARCHING = (
+    "searching"  # only of an end that may not search (rollout/sequence.py): it wrote a query instead of an answer
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,7 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    finish: str = CUT_OFF  # or ANSWERED, MALFORMED
+    finish: str = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING
     tokens_written: int | None = None  # by the model, if known
     failure: str | None = None  # why the retriever failed at a query: then the episode must not be scored
 

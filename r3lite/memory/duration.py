@@ -177,7 +177,8 @@ def sample(w: Workload, memory: Memory) -> list[Cost]:
     rows, length = min(memory.rollout_batch_size, w.episodes), w.mean_tokens or w.row_tokens
     given = length - w.writes
     start = min(given, w.shared or w.reads)
-    reading = w.episodes * (given - min(w.shared, given)) + min(w.shared, given)
+    prefixes = w.contexts.episodes if w.contexts else 1
+    reading = w.episodes * (given - min(w.shared, given)) + prefixes * min(w.shared, given)
     passes = max(1, -(-reading // memory.micro_batch_tokens))
     read = forward(w, memory, reading / passes, given / 2) * passes
     return [read, *(c * (w.episodes * w.writes / rows) for c in decode(w, memory, rows, (start + length) / 2))]
@@ -321,7 +322,8 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         return None
     if memory.stream_layers and w.on_cuda and not w.speeds.link:  # measured by an earlier version
         return None
-    costs = {"sample": sample(w, memory)} if w.episodes else {}
+    costs = {"contexts": sample(w.contexts, memory)} if w.contexts else {}
+    costs |= {"sample": sample(w, memory)} if w.episodes else {}
     costs |= {"expand": expand(w, memory)} if w.expanded else {}
     costs |= {"score": [cost * w.scores for cost in score(w, memory)]} if w.scores else {}
     costs |= {"teach": score(*as_teacher(w, memory, w.teacher))} if w.teacher else {}

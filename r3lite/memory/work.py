@@ -69,6 +69,7 @@ class Workload:
     writes: float = 0  # of these, sampled or trained on; 0: all
     epochs: int = 1  # passes over the episodes of a round
     ratios_first: bool = False  # the head is applied once more before a loss, for the ratios of whole episodes
+    contexts: "Workload | None" = None  # the whole episodes, some of whose last turns are sampled several times
     expanded: int = 0  # episodes of a round that get another end at most
     expanded_writes: float = 0  # tokens sampled for one of these
     refills: int = 0  # that a round may take; their number is not known beforehand

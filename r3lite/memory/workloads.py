@@ -102,6 +102,14 @@ def rl_workload(
     model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
     episodes = config.episodes_of_round
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
+    contexts = None
+    if rl.learn == "answer":
+        whole = _sampling(lengths, config.retrieval, rl.batch_size, shared)
+        contexts = Workload(**_base(model), **_adapter(model, config.lora), **whole, shared=shared, trains=False)
+        # Of an end one turn is sampled; all before it is given, and the same for all ends of a context.
+        writes = min(lengths.max_new_tokens, lengths.max_length - 1)
+        shared = lengths.max_length - writes
+        sampling |= {"writes": writes, "reads": shared, "mean_tokens": lengths.max_length}
     validated = validation.eval_data is not None
     expanded = min(rl.expand_limit, episodes)
     learned = episodes + expanded + off_policy
@@ -124,6 +132,7 @@ def rl_workload(
         judge=judge_work(config.judge, model),
         epochs=rl.update_epochs,
         ratios_first=ratios_first,
+        contexts=contexts,
         expanded=expanded,
         expanded_writes=max(1, sampling["writes"] - lengths.max_new_tokens),  # a turn at least is shared
         refills=rl.refill_limit,

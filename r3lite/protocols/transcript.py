@@ -35,6 +35,7 @@ class Transcript:
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
+    forced_step: Step | None = None  # the same of the last turn, if the episode ended with a forced answer
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
@@ -200,6 +201,7 @@ class Layout:
         answer = step.answer if whole and not copied else None
         transcript.finish = ANSWERED if answer is not None else MALFORMED if whole else CUT_OFF
         faults = tuple(dict.fromkeys((*begun.faults, *step.faults, *[base.CUT_OFF] * (not whole))))
+        transcript.forced_step = begun
         transcript.awaiting_answer = None
         transcript.add_step(Step(begun.analysis, answer=answer, faults=faults))
 

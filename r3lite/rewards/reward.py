@@ -6,7 +6,7 @@ Takes an episode, the weights of the settings and, if there is a judge, its `Ver
 from dataclasses import dataclass, field
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.episode import Episode
+from r3lite.core.episode import SEARCHING, Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import IDLE, REPEATED_QUERY
 from r3lite.rewards.judge import Judge
@@ -64,8 +64,8 @@ def outcome_share(scored: Scored, settings: RewardSettings) -> float:
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
-    """The rewards of an episode; None, a missing reward, if the retriever failed, if there is no verdict although a
-    reward needs one, or if a named reward is missing.
+    """The rewards of an episode; None, a missing reward, if the retriever failed, if it is an end that searches instead
+    of answering, if there is no verdict although a reward needs one, or if a named reward is missing.
 
     - format, at each step without a fault: `format_reward` / number of steps. With the whole of it at each step, more
       steps would be rewarded more;
@@ -77,7 +77,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     - search, at each step that searches: `search_bonus`; -`idle_query_penalty` if a query is blank or repeated;
     - each of `rewards`, at the steps that its function rewards (registry.py).
     """
-    if episode.failure or (verdict is None and needs_verdict(settings)):
+    if episode.failure or episode.finish == SEARCHING or (verdict is None and needs_verdict(settings)):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
     named = {reward.name: reward.rewards(episode, verdict) for reward in named_rewards(settings)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.core import bars
-from r3lite.core.episode import Document, Question, Retrieve
+from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import Spans
@@ -78,6 +78,14 @@ class Engine:
         pairs = zip(starts, seeds, strict=True)
         sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
         return self.finish(sequences, retrieve)
+
+    def end_again(self, sequences: list[Sequence], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples another last turn of each finished sequence, from the stream of its own seed.
+
+        Sequences may repeat, with different seeds: their common prefix is prefilled once. See `Sequence.reopened`.
+        """
+        pairs = zip(sequences, seeds, strict=True)
+        return self.finish([sequence.reopened(random.Random(seed)) for sequence, seed in pairs], retrieve)
 
     @torch.no_grad()
     def finish(
@@ -141,6 +149,9 @@ class Engine:
             if self.spans:
                 sequence.record_turn(self.spans)
             layout.close_turn(sequence)
+            if sequence.pending and not sequence.may_search:
+                sequence.pending = ()
+                sequence.finish = SEARCHING
             if sequence.listener and not (sequence.pending or sequence.awaiting_answer):
                 sequence.listener.step(sequence)
             if sequence.finish is not None:

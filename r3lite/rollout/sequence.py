@@ -34,6 +34,7 @@ class Sequence(Transcript):
     stream: random.Random = field(kw_only=True)  # of this sequence alone: one uniform number per sampled token
     logprobs: list[float] = field(default_factory=list)  # [N] of the temperature-scaled, untruncated distribution
     values: list[float] = field(default_factory=list)  # [N] of the states before the action tokens; 0 without a critic
+    may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
     cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
     place: int = 0  # index among the sequences that are sampled together
@@ -68,5 +69,24 @@ class Sequence(Transcript):
             stream=stream,
             logprobs=self.logprobs[:sampled],
             values=self.values[:sampled],
+            place=self.place,
+        )
+
+    def reopened(self, stream: random.Random) -> "Sequence":
+        """A copy of the finished sequence up to the start of its last turn, to be ended again with `stream`.
+
+        All of it is given: the last turn has the only action tokens. It may not search, because new documents would
+        make another context. A forced answer is forced again.
+        """
+        return Sequence(
+            self.question,
+            tokens=self.tokens[: self.turn_start],
+            action_mask=[False] * self.turn_start,
+            steps=self.steps[:-1],
+            step_ends=self.step_ends[:-1],
+            turn_start=self.turn_start,
+            awaiting_answer=self.forced_step,
+            stream=stream,
+            may_search=False,
             place=self.place,
         )

@@ -27,10 +27,19 @@ PAPERS = {
 }  # fmt: skip
 
 
+# The rewards that --learn answer does not pay: they are equal for all ends of a context, or teach another thing than
+# reading.
+UNPAID_FOR_ANSWERS = (
+    "outcome_f1", "outcome_judge", "process_recall", "process_judge", "format_reward", "least_searches", "search_bonus",
+    "idle_query_penalty", "rewards",
+)  # fmt: skip
+EXACT_MATCH_ALONE = {"outcome_em": 1.0, "outcome_f1": 0.0, "process_recall": 0.0, "format_reward": 0.0}
+
+
 class RLSettings(Section):
     """Reinforcement learning."""
 
-    implied: ClassVar = {"algorithm": PAPERS}
+    implied: ClassVar = {"algorithm": PAPERS, "learn": {"answer": EXACT_MATCH_ALONE}}
 
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without grpo's
@@ -40,6 +49,10 @@ class RLSettings(Section):
     the groups (2504.14945); exgrpo: earlier successes join the groups (2510.02245); hybrid: luffy and exgrpo; dgpo:
     grpo for successful episodes, a teacher's distributions for failed ones (2508.20324). Each sets its paper's
     defaults, which flags override; see docs/algorithms.md"""
+    learn: Literal["episode", "answer"] = "episode"
+    """episode: all turns of whole episodes; answer: only the last turn of episodes that retrieved every gold paragraph.
+    Each round takes --batch-size such episodes, samples their last turn --num-generations times, and rewards exact
+    match alone (algorithms that compare the episodes of a question)"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions per round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.core.episode import ANSWERED, Document, Question
+from r3lite.core.episode import ANSWERED, SEARCHING, Document, Question
 from r3lite.protocols.r3 import R3
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout.scheduler import _shared
@@ -146,3 +146,67 @@ def test_a_longer_prefix_does_not_wait_while_a_shorter_one_is_decoded(firsts):
         shorter.write([token])
         shorter.cached += 1
     assert _shared(longer, shorter) == len(shorter.tokens) - 1
+
+
+def test_the_last_turn_again_has_the_only_action_tokens(engine, firsts):
+    """Of --learn answer: what stands before it is given, with its log-probabilities, values and steps' rewards gone."""
+    first = firsts[0]
+    start = first.turn_start
+    engine.script = {"0": [*SCRIPT["0"][:2], answer(3, "Paris")]}
+    (end,) = engine.end_again([first], ["y"], retrieve)
+    assert end.tokens[:start] == first.tokens[:start]
+    assert end.action_mask == [False] * start + [True] * (len(end.tokens) - start)
+    assert len(end.logprobs) == len(end.values) == len(end.tokens) - start
+    assert end.steps[:2] == first.steps[:2]
+    assert end.step_ends[:2] == first.step_ends[:2]
+    assert (end.finish, end.episode().prediction, end.episode().searches) == (ANSWERED, "Paris", 2)
+    assert first.episode().prediction == "London"  # the one that was there is left alone
+
+
+def test_the_same_last_turn_again_has_the_numbers_of_the_first(engine, firsts, model, tokenizer):
+    """Those of the cache whose prefix was copied equal those of the first, and of one uncached pass of the trainer."""
+    ends = engine.end_again([firsts[0]] * 3, ["x", "y", "z"], retrieve)
+    written = len(firsts[0].tokens) - firsts[0].turn_start
+    for end in ends:
+        assert end.tokens == firsts[0].tokens
+        assert end.logprobs == pytest.approx(firsts[0].logprobs[-written:], abs=1e-4)
+        assert end.values == pytest.approx(firsts[0].values[-written:], abs=1e-4)
+    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in ends])
+    logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
+    assert logprobs.tolist() == pytest.approx([x for end in ends for x in end.logprobs], abs=1e-4)
+
+
+def test_a_last_turn_that_searches_again_ends_there(engine, firsts):
+    """New documents would make another context; nothing is asked of the retriever."""
+    engine.script = {"0": [*SCRIPT["0"][:2], ask(3, "one more")]}
+    (end,) = engine.end_again([firsts[0]], ["y"], None)
+    assert (end.finish, end.pending, end.episode().prediction) == (SEARCHING, (), "")
+    assert end.steps[2].queries == ("one more",)
+
+
+def test_a_forced_answer_is_forced_again(scripted):
+    """The last turn begins after the request for the answer, and its step keeps the analysis before the request."""
+    lengths = dataclasses.replace(LENGTHS, max_hops=1)
+    engine = scripted(
+        {"0": [ask(1, "first"), ask(2, "one too many"), "unused"]}, " 42", protocol=PROTOCOL, lengths=lengths
+    )
+    (first,) = engine.run(ASKED[:1], ["a"], retrieve)
+    assert first.steps[-1].faults == ("answer_was_forced",)
+    engine.forced = " 43"
+    (end,) = engine.end_again([first], ["b"], retrieve)
+    assert (end.finish, end.episode().prediction) == (ANSWERED, "43")
+    assert end.steps[-1] == dataclasses.replace(first.steps[-1], answer="43")
+    assert engine.layout.tokenizer.decode(end.tokens[first.turn_start :]).startswith(" 43")
+
+
+def test_the_context_of_several_ends_is_read_once(engine, firsts):
+    passes = []
+    engine.model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
+    engine.end_again([firsts[0]] * 4 + [firsts[1]] * 4, list("abcdefgh"), retrieve)
+    given = [T for B, T in passes if T > 1]
+    shared = common_prefix_length(firsts[0].tokens, firsts[1].tokens)
+    assert sum(given) == firsts[0].turn_start - 1 + firsts[1].turn_start - 1 - shared
+
+
+def common_prefix_length(one, other):
+    return next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)

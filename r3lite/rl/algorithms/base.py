@@ -84,6 +84,13 @@ class Algorithm:
         return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
 
     @property
+    def most_sampled(self) -> int:
+        """The most tokens that an episode may sample: with --learn answer a turn, else all turns."""
+        if self.settings.learn == "answer":
+            return self.lengths.max_new_tokens
+        return self.lengths.most_sampled
+
+    @property
     def kl_weight(self) -> float:
         """beta of this round."""
         return self.settings.kl_beta * (self.kl.factor * self.kl.scale)

@@ -23,7 +23,7 @@ class Dapo(Grpo):
 
     def length_penalties(self, batch: Batch) -> Tensor:
         """What is subtracted from the return of each episode, [B]."""
-        s, most = self.settings, self.lengths.most_sampled
+        s, most = self.settings, self.most_sampled
         cache = s.overlong_cache * most
         return s.overlong_penalty * ((batch.action_mask.sum(-1) - (most - cache)) / cache).clamp(0, 1)
 

@@ -20,4 +20,4 @@ class DrGrpo(Grpo):
     own_settings = Grpo.own_settings | {"length_constant"}
 
     def weights(self, batch: Batch) -> Tensor:
-        return episode_sum(batch.action_mask, self.settings.length_constant or self.lengths.most_sampled)
+        return episode_sum(batch.action_mask, self.settings.length_constant or self.most_sampled)

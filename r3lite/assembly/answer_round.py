@@ -1,0 +1,144 @@
+"""The episodes of a round of --learn answer: several ends of one context, of which only the last turn is learned.
+
+A context is an episode up to its last turn, if its documents have every gold paragraph. Its ends differ by how they
+read the same documents, so that the luck of retrieval is not in their rewards. Training on reading alone is reported to
+help in arXiv 2505.13258 and 2503.12759.
+"""
+
+import statistics
+from dataclasses import dataclass, field, replace
+
+from r3lite.assembly.rl_round import Round, RoundSampler, sample
+from r3lite.core.config import UsageError, flag
+from r3lite.core.episode import SEARCHING, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.spans import Stopwatch
+from r3lite.datasets.sources import protocols_of
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.refill import has_variance
+from r3lite.rollout.sequence import Sequence
+from r3lite.settings import PpoConfig
+from r3lite.settings.rl import UNPAID_FOR_ANSWERS
+
+DRAWS_PER_CONTEXT = 4  # a round draws at most this many questions per context that it wants
+LEAST_DRAWS = 64  # and, as long as it has no context, at least so many
+
+
+@dataclass(frozen=True)
+class AnswerRound(Round):
+    """The ends of a round's contexts. Groups without variance are left out: nothing can be learned from them."""
+
+    drawn: list[Sequence] = field(default_factory=list)  # the whole episodes, some of which gave a context
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the whole episodes, and those that the ends wrote."""
+        written = sum(sum(end.action_mask) for end in self.sequences)
+        return written + sum(len(episode.tokens) for episode in self.drawn)
+
+    def metrics(self) -> dict[str, float | None]:
+        """Means over the ends, and what the whole episodes do. `searches` is of these: an end has none of its own."""
+        episodes = [sequence.episode() for sequence in self.drawn]
+        groups = len(set(self.groups))
+        return super().metrics() | {
+            "searches": statistics.fmean(episode.searches for episode in episodes),
+            "contexts/episodes": len(episodes),
+            "contexts/recall": statistics.fmean(episode.recall or 0.0 for episode in episodes),
+            "contexts/full_recall": statistics.fmean(map(is_context, self.drawn)),
+            "ends/searching_ratio": statistics.fmean(end.finish == SEARCHING for end in self.sequences),
+            "ends/mixed_ratio": len(self.kept or ()) / groups,
+        }
+
+
+class AnswerSampler(RoundSampler):
+    """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.order = replace(self.order, generations=1)  # one whole episode of each question
+
+    def sample(self, number: int, watch: Stopwatch) -> AnswerRound:
+        """Round 1, 2, ...; `watch` times its stages."""
+        rl = self.config.rl
+        with watch.stage("contexts"):
+            drawn = self._drawn(number)
+        contexts = [sequence for sequence in drawn if is_context(sequence)][: rl.batch_size]
+        starts = [context for context in contexts for _ in range(rl.num_generations)]
+        seed = self.config.common.seed
+        seeds = [f"{seed}/end {number}/{i}/{k}" for i in range(len(contexts)) for k in range(rl.num_generations)]
+        with watch.stage("rollout"):
+            ends = sample(self.engine, self.ranks, self.engine.end_again, starts, seeds, self.retrieve)
+        with watch.stage("score"):
+            groups = [i // rl.num_generations for i in range(len(ends))]
+            scored = self.scored(number, ends, groups)
+        mixed = {group for group, rewards in enumerate(scored.rewards()) if has_variance(rewards)}
+        metrics = self.cache.metrics() if self.cache else {}
+        return AnswerRound(ends, scored.scored, groups, kept=mixed, extra_metrics=metrics, drawn=drawn)
+
+    def _drawn(self, number: int) -> list[Sequence]:
+        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed."""
+        size = self.config.rl.batch_size
+        drawn: list[Sequence] = []
+        questions, seeds = self.order.of_round(number, size)
+        attempt = 0
+        while True:
+            drawn += sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
+            count = sum(map(is_context, drawn))
+            most = DRAWS_PER_CONTEXT * size if count else max(DRAWS_PER_CONTEXT * size, LEAST_DRAWS)
+            if count >= size or len(drawn) >= most:
+                break
+            attempt += 1
+            used = {sequence.question.id for sequence in drawn}
+            questions, seeds = self.order.of_refill(number, attempt, size, used)
+        if not count:
+            cause = (
+                f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
+            )
+            raise R3LiteError(cause, "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.")
+        return drawn
+
+
+def is_context(sequence: Sequence) -> bool:
+    """Whether every gold paragraph is among the documents of an episode, as they were cut to fit."""
+    return sequence.failure is None and sequence.episode().recall == 1.0
+
+
+def check(config: PpoConfig) -> None:
+    """Raises UsageError if a setting makes no sense with --learn answer."""
+    rl = config.rl
+    if rl.learn != "answer":
+        return
+    if not learns_from_ends(ALGORITHMS[rl.algorithm]):
+        names = ", ".join(name for name, algorithm in ALGORITHMS.items() if learns_from_ends(algorithm))
+        raise UsageError(f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}")
+    if config.retrieval.retriever == "none":
+        raise UsageError("--learn answer needs retrieved documents, but --retriever is none")
+    if not any(protocol.searches for protocol in protocols_of(config.protocol, config.mixture).values()):
+        raise UsageError(f"--learn answer needs a --format that searches, which {config.protocol.format} does not")
+    if config.remote.rollout_server:
+        raise UsageError("--learn answer does not work with --rollout-server: remove one")
+    if rl.expand_limit or rl.refill_limit:
+        name = "expand_limit" if rl.expand_limit else "refill_limit"
+        raise UsageError(f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0")
+    if not config.reward.outcome_em:
+        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0")
+    for name in UNPAID_FOR_ANSWERS:
+        if getattr(config.reward, name):
+            raise UsageError(f"--learn answer rewards exact match alone: remove {flag(name)}")
+
+
+def learns_from_ends(algorithm: type[Algorithm]) -> bool:
+    """Whether an algorithm compares the episodes of a group, and learns from these alone."""
+    others = algorithm.has_critic or algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
+    return algorithm.has_groups and not others
+
+
+def check_questions(config: PpoConfig, questions: list[Question]) -> None:
+    """Raises R3LiteError if a question of --learn answer has no gold paragraphs: it could never be a context."""
+    if config.rl.learn != "answer":
+        return
+    count = sum(not question.gold for question in questions)
+    if count:
+        cause = f"--learn answer needs gold paragraphs, but {count} of {len(questions)} questions have none"
+        raise R3LiteError(cause, "Pass questions with supporting facts or paragraphs, or --learn episode.")
