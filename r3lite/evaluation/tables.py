@@ -11,9 +11,10 @@ def scores_table(found: dict) -> str:
     """What scores.json holds: all metrics, those of each group of questions, and what to beware of."""
     ends = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["finish"].items())
     lines = [f"\n{found['n']} questions: {ends}", f"{'':<18}{'value':>8}   95 % interval"]
-    for name in (name for name in TITLES if name in found):
+    for name in (name for name in TITLES if found.get(name)):
         entry = found[name]
-        lines.append(f"{TITLES[name]:<18}{_number(entry['value'])}  {_number(entry['low'])}{_number(entry['high'])}")
+        line = f"{TITLES[name]:<18}{_number(entry['value'])}  {_number(entry['low'])}{_number(entry['high'])}"
+        lines.append(f"{line}   n = {entry['n']}" if "n" in entry else line)
     if found["faults"]:
         faults = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["faults"].items())
         lines.append(f"\nfaults of steps: {faults}")
