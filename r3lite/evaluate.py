@@ -13,7 +13,7 @@ def evaluate(config: EvaluateConfig) -> None:
     from r3lite.evaluation.folder import check_output, compare_predictions
 
     if config.evaluate.compare:
-        compare_predictions(*config.evaluate.compare, config.common.seed, config.common.output)
+        compare_predictions(config.evaluate.pairs, config.common.seed, config.common.output)
         return
     if not config.data.data:
         raise UsageError("--data is missing: pass a question file in any supported format, or name,subset,split")

@@ -47,6 +47,8 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert predictions[0]["steps"][0]["documents"][0]["text"] == "Ada lives in Adatown."
     shown = capsys.readouterr().out
     assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
+    assert scores["em_full_recall"] == {"value": 1.0, "low": 1.0, "high": 1.0, "n": 1}  # Ada alone found both
+    assert "EM, full recall      1.000     1.000   1.000   n = 1" in shown
     assert "faults of steps: 1 no step heading, 1 no analysis, 1 no query or answer" in shown
     # Ada found both gold paragraphs and no other, and answered right; Bob searched nothing; Cy answered nothing.
     more = {

@@ -80,3 +80,65 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
     assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
     assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
     assert "--data is x, but has no effect here: it needs a run without --compare" in capsys.readouterr().err
+
+
+@pytest.fixture
+def seeds_and_sets(tmp_path):
+    """Two seeds of two models on a set of two questions and one of one question: predictions by name, such as a1."""
+    places = {"a": {"x": [0, 1], "y": [0, 0], "z": [0]}, "b": {"x": [1, 1], "y": [1, 0], "z": [1]}}
+    for model, rows in places.items():
+        for seed, (set_name, right) in enumerate(rows.items()):
+            name = "two" if set_name in "xy" else "one"
+            lines = []
+            for i, em in enumerate(right):
+                line = {"id": f"{name}{i}", "question": f"Who is {name} {i}?", "answers": ["x"], "steps": []}
+                lines.append(line | {"em": em, "f1": em, "recall": None, "hops": 2})
+            write_jsonl(tmp_path / f"{model}{seed}.jsonl", lines if seed else lines[::-1])
+    return [",".join(str(tmp_path / f"{model}{seed}.jsonl") for seed in range(3)) for model in places]
+
+
+def test_lists_of_evaluations_are_pooled_over_sets_and_seeds(seeds_and_sets, tmp_path, capsys):
+    a, b = seeds_and_sets
+    assert evaluate.main(["--compare", a, b, "--output", str(tmp_path / "c")]) == 0
+    comparison = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
+    assert (comparison["n"], comparison["a"], comparison["b"]) == (3, a, b)
+    two, one = comparison["sets"]
+    assert (two["n"], two["a"], two["b"]) == (2, a.split(",")[:2], b.split(",")[:2])
+    assert (one["n"], one["a"], one["b"]) == (1, a.split(",")[2:], b.split(",")[2:])
+    assert comparison["metrics"].keys() == two["metrics"].keys() == {"em", "f1"}
+    # Of the first set, two seeds: a 1/4 and b 3/4, whatever the order of lines; of the second 0 and 1.
+    em = comparison["metrics"]["em"]
+    assert (em["a"], em["b"], em["difference"]) == (1 / 8, 7 / 8, 3 / 4)
+    assert (em["low"], em["high"]) == (0.5, 1.0)
+    shown = capsys.readouterr().out
+    assert "set 1: 2 questions" in shown and "set 2: 1 questions" in shown
+    assert "set 1                0.250   0.750   +0.500    +0.000   +1.000" in shown
+    assert "mean of sets         0.125   0.875   +0.750    +0.500   +1.000  <0.001" in shown
+    assert evaluate.main(["--compare", a, b, "--dry-run"]) == 0
+
+
+def test_seeds_of_one_set_have_no_mean_of_sets(seeds_and_sets, tmp_path, capsys):
+    a, b = (side.rpartition(",")[0] for side in seeds_and_sets)
+    assert evaluate.main(["--compare", a, b]) == 0
+    shown = capsys.readouterr().out
+    assert "set 1                0.250   0.750" in shown and "mean of sets" not in shown
+
+
+def test_lists_that_do_not_match_are_refused(seeds_and_sets, tmp_path, capsys):
+    a, b = seeds_and_sets
+    assert evaluate.main(["--compare", a, b.rpartition(",")[0]]) == 2
+    assert "--compare has lists of 3 and 2 evaluations; they are compared pair by pair" in capsys.readouterr().err
+    assert evaluate.main(["--compare", a, b, "x"]) == 2
+    assert evaluate.main(["--compare", ",", ","]) == 2
+    assert "--compare has no evaluation" in capsys.readouterr().err
+    assert evaluate.main(["--compare", "a,a", "b,b"]) == 2
+    assert "--compare has the pair a and b more than once" in capsys.readouterr().err
+    turned = ",".join(reversed(b.split(",")))
+    assert evaluate.main(["--compare", a, turned]) == 1
+    assert "the evaluations have different questions" in capsys.readouterr().err
+    for model, side in (("c", a), ("d", b)):
+        lines = (tmp_path / Path(side.split(",")[0]).name).read_text(encoding="utf-8").splitlines()
+        (tmp_path / f"{model}.jsonl").write_text(lines[0] + "\n", encoding="utf-8")
+    assert evaluate.main(["--compare", f"{a},{tmp_path / 'c.jsonl'}", f"{b},{tmp_path / 'd.jsonl'}"]) == 1
+    told = capsys.readouterr().err
+    assert "c.jsonl and " in told and "have 1 questions in common, such as two1, but not all" in told

@@ -23,13 +23,18 @@ from r3lite.settings import PpoConfig
 METRICS = {name: name for name in ("em", "f1", "format_adherence", "retrieval_recall")} | {"searches": "mean_searches"}
 
 
+def greedy(engine: Engine) -> Engine:
+    """An engine with the same model that answers greedily, as `evaluate` does by default."""
+    return replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
+
+
 class Validation:
     """Answers its questions with the engine of a run, whose model is used as it is at that moment."""
 
     def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int, ranks: Ranks):
         """At most `at_once` episodes are sampled together, as the run's memory plan assumes."""
         self.questions, self.retrieve, self.at_once, self.ranks = questions, retrieve, at_once, ranks
-        self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
+        self.engine = greedy(engine)
 
     def measure(self) -> tuple[dict, list[float] | None]:
         """The metrics, without those that are unknown, and the F1 of each question.

@@ -8,6 +8,7 @@ TITLES = {
     "query_rationality": "query rationality",
     "format_adherence": "format adherence",
     "retrieval_recall": "retrieval recall",
+    "em_full_recall": "EM, full recall",
     "combined": "combined",
     "mean_searches": "searches",
     "reasoning_tokens": "reasoning tokens",

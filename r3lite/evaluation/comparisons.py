@@ -11,6 +11,7 @@ from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.scores import Marks, parts
 
 RESAMPLES = 10_000
+POOLED = ("em", "f1")  # the metrics of `compare_sets`
 ROUNDING = 1e-12  # a smaller difference is none: sums of the same numbers in another order differ by as much
 
 
@@ -30,15 +31,47 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
     table *= (table[..., 1] > 0).all(axis=1)[:, None, :, None]
     sums = resampled_sums(table.transpose(0, 2, 1, 3).reshape(len(names), len(a), 4), seed, RESAMPLES)
     both = ratios(sums.reshape(1 + RESAMPLES, len(names), 2, 2))  # [1 + resamples, metrics, a and b]
-    found = {}
-    for i, name in enumerate(names):
-        if np.isnan(both[0, i]).any():
-            continue
-        differences = both[:, i, 1] - both[:, i, 0]
-        spread, (ours_of_all, theirs_of_all) = interval(differences), both[0, i].tolist()
-        known = differences[1:][~np.isnan(differences[1:])]
-        rarer = min((known <= ROUNDING).sum(), (known >= -ROUNDING).sum())  # on that side of 0; 0 is on both
-        p = float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))
-        ends = {"low": spread["low"], "high": spread["high"], "p": p}
-        found[name] = {"a": ours_of_all, "b": theirs_of_all, "difference": spread["value"]} | ends
-    return found
+    return {name: difference(both[:, i]) for i, name in enumerate(names) if not np.isnan(both[0, i]).any()}
+
+
+def difference(both: np.ndarray) -> dict[str, float]:
+    """What `compare` says of a metric, from its values [1 + resamples, 2] of a and b: those of all questions, then
+    those of each resample, nan if it has no question for which the metric is known."""
+    differences = both[:, 1] - both[:, 0]
+    spread = interval(differences)
+    known = differences[1:][~np.isnan(differences[1:])]
+    rarer = min((known <= ROUNDING).sum(), (known >= -ROUNDING).sum())  # on that side of 0; 0 is on both
+    p = float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))
+    values = {"a": float(both[0, 0]), "b": float(both[0, 1]), "difference": spread["value"]}
+    return values | {"low": spread["low"], "high": spread["high"], "p": p}
+
+
+def compare_sets(sets: Sequence[Sequence[tuple[Sequence[Marks], Sequence[Marks]]]], seed: int = 0) -> dict:
+    """What `compare` says of EM and F1, for several sets of questions and several training seeds.
+
+    A set is a list of pairs (a, b), one per seed, all over the same questions in the same order. The scores of a
+    question are averaged over the seeds first; then a set is the mean over its questions, and the result the mean over
+    sets, which all weigh the same. `metrics` is of that mean, `sets` has the same of each set.
+
+    Each resample draws questions of every set, independently of the other sets: with d the share of questions on which
+    two models differ in EM, the standard error of the mean of k sets is sqrt(sum of d / n over the sets) / k. What
+    another training seed would change is not in it.
+    """
+    of_sets = []  # [1 + resamples, metrics, a and b] of each set
+    for number, pairs in enumerate(sets):
+        of_seeds = [[_pooled(a), _pooled(b)] for a, b in pairs]
+        table = np.mean(of_seeds, axis=0).transpose(1, 2, 0)  # [metrics, n, a and b]
+        sums = resampled_sums(table, (seed, number), RESAMPLES)
+        of_sets.append(sums / table.shape[1])
+    mean = np.mean(of_sets, axis=0)
+    return {"metrics": _differences(mean), "sets": [_differences(of_set) for of_set in of_sets]}
+
+
+def _pooled(marks: Sequence[Marks]) -> list[list[float]]:
+    """The metrics that `compare_sets` compares: [metrics, n]."""
+    return [[m.em for m in marks], [m.f1 for m in marks]]
+
+
+def _differences(both: np.ndarray) -> dict[str, dict[str, float]]:
+    """By the name of the metric, from values [1 + resamples, metrics, a and b]."""
+    return {name: difference(both[:, i]) for i, name in enumerate(POOLED)}

@@ -1,5 +1,7 @@
-"""The folder of an evaluation: what its files are called, whether one may be written, how two are compared."""
+"""The folder of an evaluation: what its files are called, whether one may be written, how they are compared."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,9 @@ from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
-from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.comparisons import compare, compare_sets
 from r3lite.evaluation.scores import Marks
-from r3lite.evaluation.tables import comparison_table
+from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
 
 CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
@@ -24,20 +26,83 @@ def check_output(config: Any, output: Path) -> None:
     command.check_output(output, "evaluate", config, UNFINISHED)
 
 
-def compare_predictions(a: str, b: str, seed: int, folder: str | None) -> None:
-    """Compares two evaluations of the same questions; writes comparison.json if there is a folder for it."""
-    ours, theirs = read_predictions(a), read_predictions(b)
-    check_same_questions(a, b, ours, theirs)
-    marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
-    found = {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, seed)}
-    print(comparison_table(found | {"a": named(a), "b": named(b)}))
+def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
+    """Compares two evaluations of the same questions, or several pairs of them; writes comparison.json if there is a
+    folder for it."""
+    if len(pairs) == 1:
+        ((a, b),) = pairs
+        comparison = compare_pair(a, b, seed)
+        print(comparison_table(comparison | {"a": named(a), "b": named(b)}))
+    else:
+        comparison = compare_pairs(pairs, seed)
+        print(pooled_table(comparison, named))
     if folder:
         output = Path(folder)
         with sole_writer(output):
             if names_in(output):
                 raise R3LiteError(f"--output {output} is not an empty folder", "Pass another folder.")
-            write_json(output / COMPARISON, found)
+            write_json(output / COMPARISON, comparison)
         print(f"written to {output / COMPARISON}")
+
+
+def compare_pair(a: str, b: str, seed: int) -> dict:
+    """What comparison.json has of two evaluations."""
+    ours, theirs = read_predictions(a), read_predictions(b)
+    check_same_questions(a, b, ours, theirs)
+    marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
+    return {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, seed)}
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Evaluations of the same questions: `pairs[i]` are two of them, of which `marks[i]` are the marks.
+
+    `questions` has their ids and texts, in the order of all marks.
+    """
+
+    questions: tuple[tuple[str, str], ...]
+    pairs: list[tuple[str, str]]
+    marks: list[tuple[list[Marks], list[Marks]]]
+
+
+def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
+    """What comparison.json has of several pairs: pairs of the same questions are seeds of one set of questions."""
+    sets = question_sets(pairs)
+    result = compare_sets([of_set.marks for of_set in sets], seed)
+    entries = []
+    for of_set, metrics in zip(sets, result["sets"], strict=True):
+        paths = {"a": [a for a, _ in of_set.pairs], "b": [b for _, b in of_set.pairs]}
+        entries.append({"n": len(of_set.questions)} | paths | {"metrics": metrics})
+    lists = {"a": ",".join(a for a, _ in pairs), "b": ",".join(b for _, b in pairs)}
+    total = sum(entry["n"] for entry in entries)
+    return {"n": total} | lists | {"metrics": result["metrics"], "sets": entries}
+
+
+def question_sets(pairs: Sequence[tuple[str, str]]) -> list[QuestionSet]:
+    """The pairs of evaluations by their questions. Raises R3LiteError if two sets have some questions in common: these
+    would be counted twice."""
+    sets: list[QuestionSet] = []
+    for a, b in pairs:
+        ours, theirs = read_predictions(a), read_predictions(b)
+        check_same_questions(a, b, ours, theirs)
+        questions = {(id, text) for id, (text, _) in ours.items()}
+        of_pair = None
+        for of_set in sets:
+            common = questions.intersection(of_set.questions)
+            if len(common) == len(questions) == len(of_set.questions):
+                of_pair = of_set
+            elif common:
+                other = of_set.pairs[0][0]
+                cause = f"{a} and {other} have {len(common)} questions in common, such as {min(common)[0]}, but not all"
+                raise R3LiteError(cause, "Evaluate all seeds of a set on the same --data with the same --limit.")
+        if of_pair is None:
+            of_pair = QuestionSet(tuple((id, text) for id, (text, _) in ours.items()), [], [])
+            sets.append(of_pair)
+        of_pair.pairs.append((a, b))
+        marks_of_a = [ours[id][1] for id, _ in of_pair.questions]
+        marks_of_b = [theirs[id][1] for id, _ in of_pair.questions]
+        of_pair.marks.append((marks_of_a, marks_of_b))
+    return sets
 
 
 def named(path: str) -> str:

@@ -1,5 +1,7 @@
 """Bootstrap over questions: sums of resampled questions, and percentile intervals. Knows numbers only."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 CONFIDENCE = 95.0  # percent
@@ -7,7 +9,7 @@ ENDS = ((100 - CONFIDENCE) / 2, (100 + CONFIDENCE) / 2)
 LARGEST_BLOCK = 4_000_000  # numbers drawn at once
 
 
-def resampled_sums(table: np.ndarray, seed: int, resamples: int) -> np.ndarray:
+def resampled_sums(table: np.ndarray, seed: int | Sequence[int], resamples: int) -> np.ndarray:
     """Sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then over n that are drawn.
 
     They are drawn with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6); all

@@ -18,6 +18,7 @@ from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_fac
 from r3lite.evaluation.text_overlap import corpus_bleu, sentence_bleu
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
+FULL_RECALL_EM = "em_full_recall"  # exact match over the episodes that retrieved every gold paragraph
 # Means over the questions for which they are known, under the same name in predictions.jsonl.
 MEANS = (
     "reasoning_tokens", "sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1", "rouge_l", "bleu",
@@ -100,8 +101,8 @@ def combined(marks: Marks) -> float | None:
 
 
 def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
-    """Of each metric that is known of any question (and of METRICS in any case), two numbers of each question: what is
-    summed up, and what the sum is divided by; both 0 if it is unknown."""
+    """Of each metric that is known of any question (and of METRICS and FULL_RECALL_EM in any case), two numbers of each
+    question: what is summed up, and what the sum is divided by; both 0 if it is unknown."""
     found = {
         "em": [(m.em, 1) for m in marks],
         "f1": [(m.f1, 1) for m in marks],
@@ -109,6 +110,7 @@ def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
         "retrieval_recall": [_known(m.recall) for m in marks],
         "combined": [_known(combined(m)) for m in marks],
         "mean_searches": [(m.searches, 1) for m in marks],
+        FULL_RECALL_EM: [_known(m.em if m.recall == 1 else None) for m in marks],
     }
     if any(m.judged is not None for m in marks):
         found["judge_accuracy"] = [_known(m.judged) for m in marks]
@@ -125,11 +127,15 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
 
     Every metric is a mean over the questions for which it is known (None if there are none), except that format
     adherence is a mean over steps. Those of METRICS are always there, others if they are known of any question.
+    FULL_RECALL_EM has its own number of questions, "n", and is None if no episode retrieved every gold paragraph.
     """
     counted = parts(marks)
     table = np.array(list(counted.values()), dtype=np.float64)  # [metrics, n, 2]
     found = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
-    return {"n": len(marks)} | {name: interval(found[:, i]) for i, name in enumerate(counted)}
+    entries = {name: interval(found[:, i]) for i, name in enumerate(counted)}
+    full = sum(m.recall == 1 for m in marks)
+    entries[FULL_RECALL_EM] = entries[FULL_RECALL_EM] | {"n": full} if full else None
+    return {"n": len(marks)} | entries
 
 
 def scores_by(group: Callable[[Marks], int | str], marks: Sequence[Marks], seed: int = 0) -> dict[str, dict]:

@@ -111,7 +111,25 @@ class EvaluateSettings(Section):
     bert_score: str | None = None
     """also compute BERTScore with this encoder: folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None
-    """compare two evaluation folders or prediction files of the same questions; needs neither a model nor --data"""
+    """compare two evaluation folders or prediction files of the same questions, or two lists A1,A2,... B1,B2,... of
+    several sets of questions and seeds, pair by pair; needs neither a model nor --data"""
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The evaluations of --compare, pair by pair; UsageError if its lists are not of one length."""
+        a, b = ([name.strip() for name in side.split(",") if name.strip()] for side in self.compare or ("", ""))
+        if len(a) != len(b):
+            what = f"--compare has lists of {len(a)} and {len(b)} evaluations"
+            raise UsageError(f"{what}; they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2")
+        pairs = list(zip(a, b))
+        for pair in pairs:
+            if pairs.count(pair) > 1:
+                raise UsageError(f"--compare has the pair {pair[0]} and {pair[1]} more than once")
+        return pairs
+
+    def check(self) -> None:
+        if self.compare and not self.pairs:
+            raise UsageError("--compare has no evaluation: pass two folders, or two lists of folders")
 
 
 class TuningSettings(Section):

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.comparisons import compare, compare_sets
 from r3lite.evaluation.scores import Marks, scores
 
 
@@ -87,3 +87,68 @@ def test_scores_without_their_pair_are_refused():
         compare(marks([1, 0]), marks([1]))
     with pytest.raises(AssertionError, match="0 and 0"):
         compare([], [])
+
+
+def test_sets_and_seeds_by_hand():
+    """Means over the seeds of each question, then over the questions of a set, then over sets."""
+    first_seed = marks([0, 1]), marks([1, 1])
+    second_seed = marks([0, 0]), marks([1, 0])
+    other_set = marks([0, 0, 0.5]), marks([1, 0, 0])
+    result = compare_sets([[first_seed, second_seed], [other_set]])
+    first, second = result["sets"]
+    # EM of the first set: a has 0 and 1/2, b 1 and 1/2. Of the second: a has none of three, b one.
+    assert (first["em"]["a"], first["em"]["b"], first["em"]["difference"]) == (0.25, 0.75, 0.5)
+    assert (second["em"]["a"], second["em"]["b"]) == pytest.approx((0, 1 / 3))
+    assert result["metrics"]["em"]["a"] == 0.125
+    assert result["metrics"]["em"]["difference"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert result["metrics"]["f1"]["difference"] == pytest.approx((1 / 2 + (1 / 3 - 1 / 6)) / 2)
+    # Resamples of the first set have a difference of 0, 1/2 or 1, a quarter, a half and a quarter of them.
+    assert (first["em"]["low"], first["em"]["high"]) == (0.0, 1.0)
+    assert first["em"]["p"] == pytest.approx(1 / 2, abs=0.03)
+
+
+def bootstrap(differences_of_sets, resamples=20_000):
+    """The percentile interval of the mean over sets, written apart: one loop over resamples, sets one after another."""
+    draw = np.random.default_rng(123)
+    means = []
+    for _ in range(resamples):
+        of_sets = [draw.choice(differences, size=len(differences)).mean() for differences in differences_of_sets]
+        means.append(np.mean(of_sets))
+    return np.percentile(means, [2.5, 97.5])
+
+
+def test_the_interval_of_the_mean_of_sets_is_that_of_a_bootstrap_written_apart_and_of_its_standard_error():
+    draw = np.random.default_rng(5)
+    sets, differences_of_sets = [], []
+    for n, share in ((400, 0.18), (250, 0.18), (200, 0.09)):
+        a, b = np.zeros((2, n)), np.zeros((2, n))
+        for seed in range(2):
+            a[seed] = draw.random(n) < 0.3
+            b[seed] = np.where(draw.random(n) < share, 1 - a[seed], a[seed])
+        sets.append([(marks(a[seed]), marks(b[seed])) for seed in range(2)])
+        differences_of_sets.append((b - a).mean(axis=0))
+    entry = compare_sets(sets)["metrics"]["em"]
+    assert entry["difference"] == pytest.approx(np.mean([d.mean() for d in differences_of_sets]))
+    assert (entry["low"], entry["high"]) == pytest.approx(bootstrap(differences_of_sets), abs=0.0012)
+    error = np.sqrt(sum(d.var() / len(d) for d in differences_of_sets)) / 3
+    assert entry["high"] - entry["low"] == pytest.approx(2 * 1.96 * error, rel=0.05)
+
+
+def test_the_same_answers_twice_are_not_more_answers():
+    """Seeds in one row of questions would have made the interval of two equal seeds narrower by the root of two."""
+    pair = marks([0.0] * 60 + [1.0] * 40), marks([1.0] * 20 + [0.0] * 35 + [1.0] * 45)
+    once, twice = compare_sets([[pair]]), compare_sets([[pair, pair]])
+    assert once == twice
+    alone = compare(*pair)["em"]
+    assert once["sets"][0]["em"]["low"] == pytest.approx(alone["low"], abs=0.011)
+    assert once["sets"][0]["em"]["high"] == pytest.approx(alone["high"], abs=0.011)
+
+
+def test_sets_are_resampled_independently_and_weigh_the_same():
+    """With the same draws for both, the mean of two equal sets would have the interval of one."""
+    pair = marks([0.0] * 100), marks([1.0] * 50 + [0.0] * 50)
+    one, two = compare_sets([[pair]])["metrics"]["em"], compare_sets([[pair], [pair]])["metrics"]["em"]
+    width = one["high"] - one["low"]
+    assert two["high"] - two["low"] == pytest.approx(width / np.sqrt(2), rel=0.08)
+    small, large = (marks([0.0] * 10), marks([1.0] * 10)), (marks([0.0] * 200), marks([0.0] * 200))
+    assert compare_sets([[small], [large]])["metrics"]["em"]["difference"] == 0.5

@@ -2,7 +2,7 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
 from r3lite.core.records import Record, Source
-from r3lite.evaluation.scores import MEANS, METRICS, Marks, combined, scores, scores_by
+from r3lite.evaluation.scores import FULL_RECALL_EM, MEANS, METRICS, Marks, combined, scores, scores_by
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 
@@ -123,4 +123,25 @@ def test_scores_by_group():
 def test_means_are_over_the_questions_for_which_they_are_known():
     found = scores([mark(sp_f1=0.5, bleu=0.25), mark(bleu=0.75), mark()])
     assert found["sp_f1"]["value"] == 0.5 and found["bleu"]["value"] == 0.5
-    assert found.keys() == {"n", *METRICS, "sp_f1", "bleu"}
+    assert found.keys() == {"n", *METRICS, FULL_RECALL_EM, "sp_f1", "bleu"}
+
+
+def test_exact_match_of_the_episodes_that_found_every_gold_paragraph():
+    """Of reading alone: an answer to what was not found, or to a question without gold paragraphs, does not count."""
+    found = [mark(em=1, recall=1.0), mark(em=0, recall=1.0), mark(em=1, recall=1.0)]
+    others = [mark(em=0, recall=0.5), mark(em=1, recall=0.0), mark(em=0, recall=None)]
+    whole = scores(found + others)
+    assert whole["em"]["value"] == 1 / 2
+    entry = whole[FULL_RECALL_EM]
+    assert entry["value"] == pytest.approx(2 / 3) and entry["n"] == 3
+    assert entry["low"] == 0.0 and entry["high"] == 1.0  # few resamples have less than all of the three right
+    assert scores(others)[FULL_RECALL_EM] is None
+    by_hops = scores_by(lambda m: m.hops, [mark(em=1, recall=1.0), mark(recall=0.5, hops=3)])
+    assert by_hops["2"][FULL_RECALL_EM]["n"] == 1 and by_hops["3"][FULL_RECALL_EM] is None
+
+
+def test_the_interval_of_exact_match_with_full_recall_is_wider_than_that_of_all():
+    # 100 of 400 questions: the standard error of a share of a half is 0.05, and not 0.025.
+    marks = [mark(em=i % 2, recall=float(i < 100)) for i in range(400)]
+    entry = scores(marks)[FULL_RECALL_EM]
+    assert entry["low"] == pytest.approx(0.402, abs=0.015) and entry["high"] == pytest.approx(0.598, abs=0.015)

@@ -108,11 +108,15 @@ def test_several_runs_share_charts_but_those_of_other_commands_have_their_own(ru
 def test_kinds_of_answers_and_scores_are_shown(run_folder):
     wrong = {"em": 0.0, "recall": 0.5, "prediction": "no"}
     lines = [episode("a", em=1.0, recall=1.0), episode("b", **wrong), episode("c", **wrong, finish="malformed")]
-    page = page_of(run_folder("a", "evaluate", predictions=lines, scores={"n": 3, "em": entry(1 / 3)}))
+    scores = {"n": 3, "em": entry(1 / 3), "em_full_recall": entry(0.5) | {"n": 1}}
+    page = page_of(run_folder("a", "evaluate", predictions=lines, scores=scores))
     rows = re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", page)
     assert {("right", "1", "33.3%"), ("malformed", "1", "33.3%")} <= set(rows)
     assert ("wrong, with some gold paragraphs found", "1", "33.3%") in rows
     assert "exact match</td><td>0.333 (0.233 to 0.433)" in page
+    assert "EM, full recall</td><td>0.500 (0.400 to 0.600)" in page
+    none = page_of(run_folder("b", "evaluate", predictions=lines, scores=scores | {"em_full_recall": None}))
+    assert "EM, full recall" not in none
 
 
 def test_a_page_that_is_watched_is_loaded_anew(run_folder):
