@@ -144,7 +144,7 @@ def load_policy(
     if training.critic_learning_rate is not None:
         critic = ValueHead(model.config.hidden_size).to(device)
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
-        groups.append(optim.Group(named, training.critic_learning_rate))
+        groups.append(optim.Group(named, training.critic_learning_rate, is_policy=False))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
     grant = ShrinkingGrant(plan, optimizer, ranks)
     activation_checkpointing.enable(model, grant)

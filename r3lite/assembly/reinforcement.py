@@ -66,6 +66,8 @@ class RLTrainer:
             append_jsonl(self.episodes_file, sampled.records(number))
         record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
+        if self.learner.budget:
+            self.learner.budget.begin(number, self.guard.rollbacks)
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
             if self.teacher:
                 with watch.stage("teacher"):

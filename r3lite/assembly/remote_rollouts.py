@@ -93,6 +93,8 @@ def check(config: PpoConfig) -> None:
         raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2")
     if late and ALGORITHMS[rl.algorithm].has_replay:
         raise UsageError(f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0")
+    if late and rl.kl_budget:
+        raise UsageError("--max-staleness 1 does not work with --kl-budget, which measures the last update: pass 0")
     if late and config.validation.eval_data and config.guard.guard == "roll-back":
         raise UsageError("--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn")
 

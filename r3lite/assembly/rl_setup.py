@@ -13,7 +13,7 @@ from itertools import chain
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
-from r3lite.assembly.policy import Training, load_policy, warn_of_other_format
+from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
@@ -34,7 +34,9 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
+from r3lite.training import optim
 from r3lite.training.earlier_run import made_by_run, sft_epochs
+from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
 
@@ -64,7 +66,7 @@ def build(
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
     usual = command.usual("ppo", config).lora
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate, ranks)
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.has_reference, critic_rate, ranks)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
@@ -72,15 +74,28 @@ def build(
     data = f"{teacher.identity(rl)}{read:08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
+    budget = build_kl_budget(config, config.rounds(len(questions)), policy)
+    if budget:
+        adapted["kl_budget"] = budget
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
     adapter, vocabulary = policy.reference, tokenizer.size
     learner = Learner(
-        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks
+        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks, budget
     )
     return engine, learner, state
+
+
+def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget | None:
+    """The budget of --kl-budget for a run of this many rounds."""
+    if config.rl.kl_budget is None:
+        return None
+    s = config.optimizer
+    shape = s.warmup, s.min_learning_rate, s.learning_rate_schedule
+    rates = [optim.rate(number, rounds, *shape) for number in range(1, rounds + 1)]
+    return KlBudget(config.rl.kl_budget, rates, policy.optimizer, policy.precision)
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
@@ -116,7 +131,7 @@ def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], 
     if teach:  # it scores failed episodes, which have another loss
         rollouts += [replace(rollout, failed=True) for rollout in rollouts]
     settings = replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts))
-    own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False)}
+    own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False), "budget": None}
     with learner.grant.rehearsal():
         batch = teach(rollouts, {}) if teach else Batch.of(rollouts)
         replace(learner, settings=settings, **own).learn(batch, "rehearsal")

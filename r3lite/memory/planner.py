@@ -120,7 +120,10 @@ def _moment8(count: int) -> int:
 def standing(w: Workload, memory: Memory) -> Parts:
     """What the run holds from its first step to its last, by part."""
     parts = {"weights": weight_bytes(w, memory.nf4, memory.stream_layers), "adapters": adapter_bytes(w) * w.adapters}
-    return parts | ({"optimizer": _moment_bytes(w)} if w.trains else {})
+    parts |= {"optimizer": _moment_bytes(w)} if w.trains else {}
+    if w.keeps_step and not w.on_cuda:  # elsewhere host and device are the same memory
+        parts["copy"] = adapter_bytes(w) + parts["optimizer"]
+    return parts
 
 
 def phases(w: Workload, memory: Memory) -> dict[str, Parts]:

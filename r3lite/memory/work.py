@@ -57,6 +57,7 @@ class Workload:
     off_policy: int = 0  # episodes of others that a round learns from at most
     scores: float = 0  # passes over a round's episodes without gradients, such as under the reference
     adapters: int = 1  # the policy's, and the reference's if it has one of its own
+    keeps_step: bool = False  # host memory has a copy of weights and moments before the last update
     critic: bool = False
     guided: bool = False  # a teacher may speak of any of the episodes, which then go through the model apart
     teacher: TeacherWork | None = None  # loaded for each round

@@ -124,8 +124,9 @@ def rl_workload(
         scored_rows=most,
         off_policy=off_policy,
         shared=min(shared, lengths.max_length),
-        scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
-        adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
+        scores=rl.has_reference + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
+        adapters=2 if rl.has_reference and model.adapter else 1,  # without --adapter, the bare base is the reference
+        keeps_step=rl.kl_budget is not None,
         critic=critic,
         guided=bool(rl.teacher or rl.teacher_logprobs),
         teacher=_teacher(rl) if rl.teacher else None,

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,27 @@ from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch, action_logprobs, action_states
-from r3lite.rl.losses import GUIDED, OFF_POLICY, TOKENS, Sums, means_of, sampling_metrics, sum_by_name, token_sums
+from r3lite.rl.losses import (
+    GUIDED,
+    OFF_POLICY,
+    TOKENS,
+    Sums,
+    k3_kl,
+    means_of,
+    sampling_metrics,
+    sum_by_name,
+    token_sums,
+)
 from r3lite.settings import RLSettings
+
+
+class Budget(Protocol):
+    """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
+
+    metrics: dict[str, float]  # of the last call
+
+    def accepts(self, kl: float, error: float) -> bool:
+        """Whether an update may be taken, by the KL and its standard error; if not, the last one was taken back."""
 
 
 @dataclass
@@ -43,6 +63,7 @@ class Learner:
     grant: Grant
     value_head: nn.Module | None = None  # if the algorithm has a critic
     ranks: Ranks = ALONE
+    budget: Budget | None = None
     _last_micro_batch: Batch | None = field(default=None, init=False)
 
     def __post_init__(self):
@@ -53,8 +74,10 @@ class Learner:
         s = self.settings
         if s.old_logprobs == "trainer":
             batch = batch.rescored(self.sum_over_ranks(self.policy_logprobs, batch))
-        if s.kl_beta:
+        if s.has_reference:
             batch = replace(batch, reference=self.sum_over_ranks(self.reference_logprobs, batch))
+        if self.budget and not self.budget.accepts(*kl_on_policy(batch)):
+            return dict(self.budget.metrics)
         batch = self.algorithm.with_advantages(batch)
         scaled = s.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
@@ -79,7 +102,8 @@ class Learner:
         finite = [n for n in norms if math.isfinite(n)]  # that of a skipped step is not
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, s.clip_low, s.clip_high)
-        return means | self.algorithm.adapt_kl(means.get("kl")) | self.algorithm.statistics(batch)
+        means |= self.algorithm.adapt_kl(means.get("kl")) | self.algorithm.statistics(batch)
+        return means | self.budget.metrics if self.budget else means
 
     def sum_over_ranks(self, work: Callable[..., Tensor], *args) -> Tensor:
         """`work(*args)` [B, T], which each rank computes for its own rows and leaves 0 at all others."""
@@ -190,3 +214,25 @@ class Learner:
         """Which layer overflowed first when the last micro-batch is run again, or that none did."""
         with self.precision.autocast():
             return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last_micro_batch))
+
+
+def kl_on_policy(batch: Batch) -> tuple[float, float]:
+    """The k3 estimate of the KL from the reference over the tokens that the policy sampled in this round.
+
+    Returns the mean over these tokens in nats, and its standard error, infinite for a single group: groups are drawn
+    independently, and nearly all of the KL may be that of a few (error of a ratio of sums; Cochran, Sampling
+    Techniques, section 6.4).
+    """
+    mask = batch.action_mask
+    if batch.off_policy is not None:
+        mask = mask & ~batch.off_policy[:, None]
+    kl = torch.where(mask, k3_kl(batch.old_logprobs, batch.reference), 0.0).double().sum(-1)  # [B]
+    _, place = batch.groups.unique(return_inverse=True)
+    groups = int(place.max()) + 1
+    of_groups = torch.zeros(groups, dtype=torch.float64).index_add(0, place, kl)
+    tokens = torch.zeros(groups, dtype=torch.float64).index_add(0, place, mask.sum(-1).double())
+    mean = of_groups.sum() / tokens.sum()
+    if groups == 1:
+        return float(mean), math.inf
+    squares = (of_groups - mean * tokens).square().sum()
+    return float(mean), float((squares * groups / (groups - 1)).sqrt() / tokens.sum())

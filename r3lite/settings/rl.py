@@ -64,6 +64,9 @@ class RLSettings(Section):
     subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
     kl_target: Positive | None = None
     """target KL divergence, in nats per token; --kl-beta is adapted each round to reach it (arXiv 1909.08593)"""
+    kl_budget: Positive | None = None
+    """KL divergence from the reference adapter that the run may reach by its end, in nats per token, such as 0.001: the
+    policy's learning rate is scaled each round to get there, and an update that goes much too far is taken back"""
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
@@ -141,6 +144,11 @@ class RLSettings(Section):
     """number of most likely tokens used from each of --teacher's distributions; the rest count as one (dgpo)"""
     teacher_weight: Positive = 1.0
     """weight of the KL divergence from the teacher (dgpo)"""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the episodes of a round are compared with the reference adapter."""
+        return self.kl_beta > 0 or self.kl_budget is not None
 
     def questions_at(self, share: float) -> int:
         """The number of a round's questions that a share is, rounded up."""

@@ -129,7 +129,7 @@ class _Steps:
         shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
         factor = optim.rate(number, trainer.total, *shape)
         scale = self.oversight.guard.rate_scale if self.oversight else 1.0
-        learning_rate = optim.set_rate(state.optimizer, factor * scale)
+        optim.set_rate(state.optimizer, factor * scale)
         before, start = state.snapshot(), time.perf_counter()
         self.run.ranks.begin_step(f"{self.run.settings['seed']}/{number}")
         try:
@@ -145,6 +145,7 @@ class _Steps:
         seconds = time.perf_counter() - start
         state.num_tokens += tokens
         state.seconds += seconds
+        learning_rate = optim.current_rate(state.optimizer)  # --kl-budget may have scaled it within the step
         record = {"step": number, **step_metrics, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
         if state.precision.scaler is not None:
             record["skipped_steps"] = state.precision.skipped

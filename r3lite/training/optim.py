@@ -20,12 +20,19 @@ class Group:
 
     parameters: dict[str, nn.Parameter]
     learning_rate: float
+    is_policy: bool = True  # and not a critic, whose rate no --kl-budget scales
 
 
 def adamw(groups: list[Group], weight_decay: float) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
     described = [
-        {"params": list(g.parameters.items()), "lr": g.learning_rate, "peak_lr": g.learning_rate} for g in groups
+        {
+            "params": list(g.parameters.items()),
+            "lr": g.learning_rate,
+            "peak_lr": g.learning_rate,
+            "is_policy": g.is_policy,
+        }
+        for g in groups
     ]
     fused = all(p.device.type in ("cuda", "cpu") for g in groups for p in g.parameters.values())
     return torch.optim.AdamW(described, weight_decay=weight_decay, fused=fused)
@@ -53,10 +60,14 @@ def rate(step: int, total: int, warmup: float, floor: float, schedule: str = "co
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - 1 - w) / (total - w)))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
-    """Sets each group's learning rate to `share` times its peak; returns that of the first group."""
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Sets each group's learning rate to `share` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * share
+
+
+def current_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group."""
     return optimizer.param_groups[0]["lr"]
 
 

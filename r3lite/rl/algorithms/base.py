@@ -72,6 +72,8 @@ class Algorithm:
             raise UsageError(f"--num-generations is 1, but {name} compares episodes of a question: pass 2 or more")
         if s.kl_target and not s.kl_beta:
             raise UsageError("--kl-target needs a --kl-beta above 0, which it adapts")
+        if s.kl_target and s.kl_budget:
+            raise UsageError("--kl-target and --kl-budget would both steer the same KL: pass one of them")
         if s.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
             raise UsageError(f"--kl-estimator k1 has a mean gradient of 0 in the loss of {s.algorithm}: pass k2 or k3")
         if s.importance_cap is not None and s.old_logprobs == "sampler":
@@ -97,7 +99,7 @@ class Algorithm:
 
     def penalized_rewards(self, batch: Batch) -> Tensor:
         """The rewards [B, T], less beta KL at every action token if the algorithm has the KL in its reward."""
-        if self.kl_in == "loss" or batch.reference is None:
+        if self.kl_in == "loss" or batch.reference is None or not self.settings.kl_beta:
             return batch.rewards
         kl = losses.KL_ESTIMATES[self.estimator](batch.old_logprobs, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
@@ -109,8 +111,8 @@ class Algorithm:
     def with_advantages(self, batch: Batch) -> Batch:
         """The round's batch with `advantages` [B, T] and, with a critic, `value_targets` [B, T].
 
-        `batch.reference` is set if --kl-beta is above 0. By default every token of an episode gets the episode's
-        advantage, which `compare` computes from the returns of its group.
+        `batch.reference` is set if --kl-beta is above 0, or with --kl-budget. By default every token of an episode gets
+        the episode's advantage, which `compare` computes from the returns of its group.
         """
         of_episodes = self.compare(self.returns(batch), batch.groups)
         return replace(batch, advantages=of_episodes[:, None] * batch.action_mask)
@@ -142,7 +144,7 @@ class Algorithm:
             loss = loss - s.entropy_coefficient * entropy
         if actions.reference is not None:
             metrics["kl"] = losses.k3_kl(logprobs, actions.reference)
-            if self.kl_in == "loss":
+            if self.kl_in == "loss" and s.kl_beta:
                 loss = loss + self.kl_weight * losses.KL_ESTIMATES[self.estimator](logprobs, actions.reference)
         return loss, metrics
 

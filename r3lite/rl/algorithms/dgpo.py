@@ -35,6 +35,9 @@ class Dgpo(Grpo):
         if (settings.teacher is None) == (settings.teacher_logprobs is None):
             ways = "--teacher MODEL, or --teacher-logprobs FOLDER, which `collect` writes"
             raise UsageError(f"{settings.algorithm} needs one teacher: pass {ways}")
+        if settings.kl_budget and settings.teacher_logprobs:
+            cause = "--kl-budget is measured on episodes that the policy sampled, but --teacher-logprobs replaces those"
+            raise UsageError(f"{cause} that failed: pass --teacher, or no --kl-budget")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)

@@ -1,0 +1,160 @@
+"""Steps sized by what they do: the policy's learning rate follows a budget of KL divergence from the reference.
+
+The KL after an update is measured on the episodes of the next round, which the updated policy samples before it is
+trained on them. For small changes it is the square of a distance from the reference, which grows by at most a multiple
+of the learning rate. With path_n, the sum of the rates of all updates before round n, and KL_n, measured in round n:
+
+    slope^2 = sum_n w_n KL_n / sum_n w_n path_n^2        the newest rounds weigh most: w falls by FORGETTING a round
+    reach   = sqrt(target) / slope                       the path at whose end the budget is spent
+    scale   = (reach - path) / (sum of the scheduled rates of the remaining rounds)
+
+Rates are shares of the peak. The KL of a round is that of few questions and may be off by a factor of ten, so the rate
+follows the slope of many rounds. The plan allows target * (share of the scheduled rates so far)^2 in each round; an
+update is taken back if the KL is surely far above that. Knows no model and no loss.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from r3lite.core.records import Record, Source
+from r3lite.devices.precision import Precision
+from r3lite.training import optim
+
+FORGETTING = 0.9
+STEP_FACTOR = 2.0  # the scale changes by at most this from round to round
+MOST_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
+TAKEN_BACK_FACTOR = 16.0  # the scale falls by at most this after an update that was taken back, and by 2 at least
+LIMIT, FIRST_LIMIT = 2.0, 0.25  # an update is taken back above LIMIT times what the plan allows, and this of the target
+SURE = 1.0  # standard errors over questions, by which the KL must be above that
+LEAST_LEFT = 0.25  # of the planned path: where the budget is spent, the policy goes on learning slowly
+MOST_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
+WEIGHTS, MOMENTS = "weights/", "moments/"  # what the names of the copied tensors begin with
+
+
+class KlBudget:
+    """Scales the policy's rate before each update, and takes updates back. It is part of a run's checkpoints."""
+
+    def __init__(self, target: float, rates: Sequence[float], optimizer: torch.optim.AdamW, precision: Precision):
+        """`target` is the KL at the end of the run, `rates` the scheduled rates of its rounds as shares of the peak."""
+        self.target, self.rates = target, rates
+        self.optimizer, self.precision = optimizer, precision
+        self.round = 1
+        self.scale = 1.0  # of the scheduled rate
+        self.rounding: float | None = None  # the KL before the first update, when policy and reference are equal
+        self.path = 0.0
+        self.last_rate = 0.0  # of the last update
+        self.sum_kl = self.sum_squares = 0.0  # the sums of the slope
+        self.rollbacks = 0  # of the guard
+        self.before: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it stays
+        self.metrics: dict[str, float] = {}  # of the round
+
+    def begin(self, round: int, rollbacks: int) -> None:
+        """Called before each round, with the rollbacks that the guard has made so far.
+
+        After a rollback the weights are not those that the last update led to. Their path is shorter than `path`, so
+        the rate is rather too low then.
+        """
+        self.round = round
+        if rollbacks > self.rollbacks:
+            self.rollbacks, self.before = rollbacks, {}
+
+    @property
+    def allowed(self) -> float:
+        """The KL that the plan allows after the rounds before this one."""
+        return self.target * (sum(self.rates[: self.round - 1]) / sum(self.rates)) ** 2
+
+    def accepts(self, kl: float, error: float) -> bool:
+        """Takes in the KL on the episodes of this round, in nats per token, with its standard error over questions.
+
+        Sets the rate of the round's update. Returns False if the last update was taken back: then the policy that
+        sampled these episodes is gone, and nothing is to be learned from them.
+        """
+        if self.rounding is None:
+            self.rounding = kl
+        kl -= self.rounding
+        if not kl <= MOST_TARGETS * self.target:  # nan is not
+            kl, error = MOST_TARGETS * self.target, 0.0
+        self.sum_kl = FORGETTING * self.sum_kl + kl
+        self.sum_squares = FORGETTING * self.sum_squares + self.path**2
+        estimate = self._slope() ** 2 * self.path**2
+        limit = max(LIMIT * self.allowed, FIRST_LIMIT * self.target)
+        taken_back = bool(self.before) and kl - SURE * error > limit
+        if taken_back:
+            self._take_back()
+        else:
+            self._go_on()
+        self.metrics = {
+            "kl_budget/kl": kl,
+            "kl_budget/estimate": estimate,
+            "kl_budget/allowed": self.allowed,
+            "kl_budget/scale": self.scale,
+            "kl_budget/taken_back": int(taken_back),
+        }
+        return not taken_back
+
+    def _go_on(self) -> None:
+        if self.path:
+            wanted = min(self._wanted(self.rates[self.round - 1 :]), MOST_SCALE)
+            self.scale = min(max(wanted, self.scale / STEP_FACTOR), self.scale * STEP_FACTOR)
+        self.before = self._copies()
+        self.last_rate = self._set_rate()
+        self.path += self.last_rate
+
+    def _take_back(self) -> None:
+        self.path -= self.last_rate
+        wanted = self._wanted(self.rates[self.round :] or self.rates[-1:])
+        self.scale = min(max(wanted, self.scale / TAKEN_BACK_FACTOR), self.scale / STEP_FACTOR)
+        self.precision.changed_weights = True  # an interruption waits for the end of the round
+        with torch.no_grad():
+            for name, parameter in optim.parameters(self.optimizer).items():
+                parameter.copy_(self.before[WEIGHTS + name])
+        moments = {k.removeprefix(MOMENTS): x for k, x in self.before.items() if k.startswith(MOMENTS)}
+        optim.load_state_tensors(self.optimizer, moments)
+        self.before = {}
+
+    def _slope(self) -> float:
+        """Distance from the reference per unit of path; 0 as long as nothing is known of it."""
+        return math.sqrt(max(self.sum_kl, 0.0) / self.sum_squares) if self.sum_squares else 0.0
+
+    def _wanted(self, remaining: Sequence[float]) -> float:
+        """The scale with which the budget is spent after rounds with these scheduled rates."""
+        slope = self._slope()
+        if not slope:
+            return MOST_SCALE
+        reach = math.sqrt(self.target) / slope
+        left = max(reach - self.path, LEAST_LEFT * reach * sum(remaining) / sum(self.rates))
+        return left / sum(remaining)
+
+    def _set_rate(self) -> float:
+        """Scales the policy's rate, which the loop has set, for this round; returns it as a share of its peak."""
+        groups = [group for group in self.optimizer.param_groups if group["is_policy"]]
+        for group in groups:
+            group["lr"] *= self.scale
+        return groups[0]["lr"] / groups[0]["peak_lr"]
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Copies of weights and moments in host memory."""
+        weights = {WEIGHTS + name: x.detach() for name, x in optim.parameters(self.optimizer).items()}
+        moments = {MOMENTS + name: x for name, x in optim.state_tensors(self.optimizer).items()}
+        return {name: x.to("cpu", copy=True) for name, x in (weights | moments).items()}
+
+    def state_dict(self) -> dict:
+        """As JSON but for `tensors`, which are never changed in place."""
+        names = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")
+        tensors = {"tensors": self.before} if self.before else {}
+        return {name: getattr(self, name) for name in names} | tensors
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores `state_dict`; raises R3LiteError if it is none."""
+        record = Record(state, Source("the checkpoint's KL budget", "Pass another checkpoint."))
+        self.scale = record.number("scale", low=0, above=True)
+        self.rounding = record.number("rounding", None)
+        self.path = record.number("path")
+        self.last_rate = record.number("last_rate", low=0)
+        self.sum_kl = record.number("sum_kl")
+        self.sum_squares = record.number("sum_squares", low=0)
+        self.rollbacks = record.whole("rollbacks")
+        self.before = dict(record.record("tensors").values) if "tensors" in state else {}
