@@ -10,12 +10,13 @@ from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import checkpoint, metrics
 from tests.cold_start import SHORT, arguments, kill_after, logged, same
 
-# Each algorithm with what it has of its own, and with all that is kept from round to round.
+# Each algorithm with what it has of its own, and with all that is kept from round to round. So short, no answer is
+# right: where groups are replaced, well-formed steps alone are paid.
 VARIANTS = {
     "ppo": "--value-clip none --kl-beta 0.05 --kl-target 0.01",
-    "grpo": "--old-logprobs trainer --importance-cap 2 --refill-limit 2",
+    "grpo": "--old-logprobs trainer --importance-cap 2 --outcome-em 0 --outcome-f1 0 --refill-limit 2",
     "dr-grpo": "--kl-beta 0.05 --kl-estimator k2 --expand-limit 3",
-    "dapo": "--kl-beta 0.05 --kl-target 0.01",
+    "dapo": "--outcome-em 0 --outcome-f1 0 --kl-beta 0.05 --kl-target 0.01",
     "gspo": "--update-epochs 2 --mini-batch-size 3",
     "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
     "reinforce++": "--kl-beta 0.05",

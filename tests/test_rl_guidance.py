@@ -68,6 +68,7 @@ def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
     ((end, reward),) = rollout.rewards
     assert rollout.action_mask[end] and not any(rollout.action_mask[end + 1 :])
     assert reward == pytest.approx(1.1)  # an exact match, and 0.1 for the format
+    assert rollout.signal == 1.0  # the match alone
     given = [token for token, action in zip(rollout.tokens, rollout.action_mask, strict=True) if not action]
     said = tokenizer.decode([t for t, action in zip(rollout.tokens, rollout.action_mask, strict=True) if action])
     assert "Brenn is a film" in tokenizer.decode(given) and "Brenn is a film" not in said and "Rome" not in said

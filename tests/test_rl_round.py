@@ -169,6 +169,56 @@ def test_a_judge_is_asked_about_what_was_expanded_too():
     assert asked == [4, 3]
 
 
+class Wandering(Scripted):
+    """The same with what each episode found, before its answer: `01 no`."""
+
+    def run(self, questions, seeds, retrieve):
+        seen = {q.id: iter(self.drawn[q.id]) for q in questions}
+        return [sequence(q, *next(seen[q.id]).split()) for q in questions]
+
+
+# All answers to question 0 are wrong, and one of the episodes found a paragraph more; to question 1 one is right.
+DIFFERENT_RECALL = {"0": ["01 no", "0 no"], "1": ["0 yes", "0 no"]}
+
+
+@pytest.mark.parametrize(("paid", "attempts"), [({}, 1), ({"outcome_em": 0.0}, 0)])
+def test_a_difference_in_recall_is_no_variance_unless_no_answer_is_paid(paid, attempts):
+    """A group of wrong answers with different recall was kept as one to learn from, and --refill-limit never saw it."""
+    settings = {"process_recall": 0.3, "format_reward": 0.0, "refill_limit": 1} | paid
+    engine = Wandering(DIFFERENT_RECALL | {"0": ["01 no", "0 no"]}, [])
+    made = sampled(engine, **settings)
+    poor = [s.question.id for s in made.sequences].index("0") // 2
+    # A wrong answer has 0.8 of the recall: 2 of 3 paragraphs and 1 of 3; with the right one it is 1.6.
+    totals = [0.16, 0.08] if paid else [0.0, 0.0]
+    assert made.rewards()[poor] == pytest.approx(totals)
+    assert made.extra_metrics["refill/attempts"] == attempts
+    assert (poor in made.kept) == (not attempts) and 1 - poor in made.kept
+
+
+def test_near_misses_of_groups_whose_answers_are_alike_come_first():
+    a, b = QUESTIONS[:2]
+    made = round_of([sequence(a, "01"), sequence(a, "0", "yes")], [sequence(b, "01"), sequence(b, "0")])
+    for i, total in enumerate((0.16, 1.08, 0.16, 0.08)):
+        parts = made.scored[i].parts
+        made.scored[i] = Scored([0.0] * (len(made.scored[i].steps) - 1) + [total], parts, answer=parts["em"])
+    assert [origin.source for origin in near_misses(made)] == [2, 3, 0]
+
+
+def test_the_signal_of_an_episode_goes_with_its_rollout():
+    made = sampled(Wandering(DIFFERENT_RECALL, []), process_recall=0.3)
+    signals = {s.question.id: [] for s in made.sequences}
+    for s, rollout in zip(made.sequences, made.rollouts(), strict=True):
+        signals[s.question.id].append(rollout.signal)
+    assert signals == {"0": [0.0, 0.0], "1": [1.0, 0.0]}
+
+
+def test_the_share_of_mixed_groups_is_a_metric_of_the_round():
+    """That of the policy's own draws: an expanded episode begins where the policy came by luck."""
+    assert sampled(Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, [])).metrics()["groups/mixed"] == 0.5
+    expanded = sampled(Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, ["yes"]), expand_limit=1)
+    assert len(expanded.sequences) == 5 and expanded.metrics()["groups/mixed"] == 0.5
+
+
 @pytest.mark.parametrize("number", [5, 6])
 def test_the_streams_follow_from_seed_round_and_episode(number):
     engine = Scripted({"0": ["no", "no"], "1": ["no", "no"]}, ["no"] * 4)

@@ -34,8 +34,20 @@ def test_a_start_that_is_paid_for_no_answer_is_told_once(capsys):
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):
-    assert told(capsys, EQUAL, EQUAL).startswith("warning: in the first 2 rounds the rewards of each group are")
+    assert told(capsys, EQUAL, EQUAL).startswith("warning: in the first 2 rounds the answers of each group are all")
+    assert "the episodes of each group are all rewarded alike" in told(capsys, EQUAL, EQUAL, outcome_em=0.0)
     assert told(capsys, EQUAL, EQUAL, algorithm="ppo") == ""
+
+
+def test_few_groups_that_mix_right_and_wrong_are_told_once(capsys):
+    """Rounds without any were not told of: differences of recall alone counted as something to learn from."""
+    few, some, unknown = SOME | {"groups/mixed": 0.0}, SOME | {"groups/mixed": 0.25}, SOME
+    said = told(capsys, few, few, few)
+    assert said.startswith("warning: in the first 2 rounds only 0% of the groups mix right and wrong answers. Raise")
+    assert said.count("\n") == 1
+    assert told(capsys, few, some) == told(capsys, unknown, unknown) == ""  # a mean of one in eight is enough
+    assert told(capsys, few, few, algorithm="ppo") == told(capsys, few, few, outcome_em=0.0) == ""
+    assert outcome_of(with_values(PpoConfig(), {"algorithm": "grpo"}), [{"step": 1, "reward": 0.1} | few]) == "done"
 
 
 @pytest.mark.parametrize("records", [(SOME, NONE), (NONE, SOME), (SOME, EQUAL), ({}, {})])

@@ -77,7 +77,7 @@ def usable(
         right += 1
         if q.id not in found or rewards.total > found[q.id].rewards[0][1]:
             made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, rewards.total, 0)
-            found[q.id] = replace(made, off_policy=True)
+            found[q.id] = replace(made, off_policy=True, signal=rewards.signal)
     strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
     reasons = {
         "have no question in --data": strangers,

@@ -18,7 +18,7 @@ from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights, settings_of_round
 from r3lite.rewards.reward import Scored, score_all
-from r3lite.rewards.rounds import episode_records, round_metrics
+from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, has_variance, refill
 from r3lite.rollout.engine import Engine
@@ -64,10 +64,10 @@ class Round:
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     def rewards(self) -> Rewards:
-        """The rewards of each group, in the order of the groups' numbers."""
+        """What tells the episodes of each group apart (Scored.signal), in the order of the groups' numbers."""
         of_group: dict[int, list[float | None]] = {}
         for group, scored in zip(self.groups, self.scored, strict=True):
-            of_group.setdefault(group, []).append(scored and scored.total)
+            of_group.setdefault(group, []).append(None if scored is None else scored.signal)
         return [of_group[group] for group in sorted(of_group)]
 
     def metrics(self) -> dict[str, float | None]:
@@ -79,7 +79,8 @@ class Round:
             runs = groupby(zip(s.tokens, s.action_mask, strict=True), key=lambda pair: pair[1])
             turns.append([[token for token, _ in run] for is_action, run in runs if is_action])
         episodes, logprobs = [s.episode() for s in sequences], [s.logprobs for s in sequences]
-        return round_metrics(episodes, scored, turns, logprobs) | self.extra_metrics
+        mixed = mixed_groups(scored, [self.groups[i] for i in whole])
+        return round_metrics(episodes, scored, turns, logprobs) | mixed | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""
@@ -106,7 +107,7 @@ class Round:
                 rewards = [(end, reward) for end, reward in zip(s.step_ends, scored.steps) if s.action_mask[end]]
                 cut_off = s.finish == CUT_OFF
                 rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
-                rollouts.append(replace(rollout, failed=scored.failed(failed_below)))
+                rollouts.append(replace(rollout, failed=scored.failed(failed_below), signal=scored.signal))
         groups = {rollout.group for rollout in rollouts}
         return rollouts + [rollout for rollout in self.off_policy if rollout.group in groups]
 

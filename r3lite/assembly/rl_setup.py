@@ -4,6 +4,7 @@
 """
 
 import copy
+import statistics
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ from r3lite.training.earlier_run import made_by_run, sft_epochs
 from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
+
+MORE_MIXED = "Raise --num-generations or --temperature, pass --refill-limit, or train on questions of other difficulty"
+FEW_MIXED = 0.1  # share of the groups: with fewer that mix right and wrong answers a run learns little from answers
 
 
 def build(
@@ -149,8 +153,8 @@ def warn_of_start(adapter: str | None) -> None:
 
 
 def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
-    """Warns if the rewards of the first rounds give nothing to learn from."""
-    if message := no_reward(config, rounds, "the first "):
+    """Warns if the rewards of the first rounds give nothing to learn from, or hardly anything."""
+    if message := no_reward(config, rounds, "the first ") or few_mixed(config, rounds):
         tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
 
 
@@ -164,7 +168,7 @@ def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
 
 def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
     """Why the rewards of rounds give nothing to learn from, or ""; `which` is "all " or "the first "."""
-    seen = f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+    seen = rounds_in_words(rounds, which)
     if not rounds:
         return ""
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
@@ -175,11 +179,29 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
             "--max-length. Wrong answers: check whether the retriever finds them"
         )
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
+        what = "answers" if most_for_answer(config.reward) else "episodes"
         return (
-            f"in {seen} the rewards of each group are all equal, so {config.rl.algorithm} learns nothing. Raise "
-            "--num-generations or --temperature, pass --refill-limit, or train on other questions"
+            f"in {seen} the {what} of each group are all rewarded alike, so {config.rl.algorithm} learns nothing from "
+            f"them. {MORE_MIXED}"
         )
     return ""
+
+
+def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
+    """That hardly any group of the first rounds mixes right and wrong answers, or ""."""
+    shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
+    if not shares or not most_for_answer(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+        return ""
+    mean = statistics.fmean(shares)
+    if mean >= FEW_MIXED:
+        return ""
+    seen = rounds_in_words(rounds, "the first ")
+    return f"in {seen} only {mean:.0%} of the groups mix right and wrong answers. {MORE_MIXED}"
+
+
+def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
+    """Such as "the first 2 rounds"; `which` as in `no_reward`."""
+    return f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

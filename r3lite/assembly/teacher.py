@@ -113,9 +113,8 @@ class CachedTeacher:
         if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
             cause = f"the cached trajectory of question {question} has another prompt than its episodes"
             raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompts and questions.")
-        reward = sum(amount for _, amount in rollout.rewards)
-        made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, reward, rollout.group)
-        return replace(made, failed=True, teacher=lesson.teacher)
+        made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, rollout.total, rollout.group)
+        return replace(made, failed=True, teacher=lesson.teacher, signal=rollout.signal)
 
 
 Teacher = CachedTeacher | TeacherInTurns

@@ -48,6 +48,11 @@ REWARDS: dict[str, RewardFunction] = {
         tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
     )
 }  # fmt: skip
+# Those that pay for the answer. A user's own function may, too; of no other is it known.
+ANSWERS = (
+    answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
+    answers.hop_weighted, judged.judged_answer, tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
+)  # fmt: skip
 MOST = 1e15  # learning squares rewards and adds them up, in fp32
 VERDICT = "verdict"  # the parameter that asks for the judge's
 KINDS = (((bool,), "true or false"), ((int, float), "a number"), ((str,), "text"), ((list, tuple), "a list"))
@@ -62,6 +67,11 @@ class NamedReward:
     function: RewardFunction
     parameters: dict[str, Any]
     judged: bool  # whether it takes a verdict
+
+    @property
+    def pays_answer(self) -> bool:
+        """Whether it pays for the answer, as far as is known: a user's own function may."""
+        return self.weight != 0 and (self.function in ANSWERS or ":" in self.name)
 
     def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
         """The weighted reward of each step; None if the reward is missing.

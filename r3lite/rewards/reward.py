@@ -24,11 +24,13 @@ class Scored:
     `steps[k]` is the reward at the end of step k. `parts` has the weighted parts, which add up to the total: `format`,
     `process`, `outcome`, `search` if searches are rewarded, and each named reward. And, for the log, `em`, `f1`,
     `recall` (None if the question has no gold paragraphs) and, with a judge, `judge` (1 if it says that the answer is
-    right). Raises R3LiteError if a reward is not finite or too large for fp32.
+    right). `answer` is what the answer alone is paid: `outcome` and the named rewards that pay for answers; None if the
+    run pays for none. Raises R3LiteError if a reward is not finite or too large for fp32.
     """
 
     steps: list[float]
     parts: dict[str, float | None] = field(default_factory=dict)
+    answer: float | None = None
 
     def __post_init__(self):
         for reward in self.steps:
@@ -39,6 +41,14 @@ class Scored:
     @property
     def total(self) -> float:
         return sum(self.steps)
+
+    @property
+    def signal(self) -> float:
+        """By what the episodes of a group are told apart: the reward of the answer, or the total if none is paid.
+
+        Otherwise wrong answers that differ in recall only would count as something to learn from.
+        """
+        return self.total if self.answer is None else self.answer
 
     @property
     def right(self) -> bool:
@@ -80,7 +90,8 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if episode.failure or episode.finish == SEARCHING or (verdict is None and needs_verdict(settings)):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
-    named = {reward.name: reward.rewards(episode, verdict) for reward in named_rewards(settings)}
+    functions = named_rewards(settings)
+    named = {reward.name: reward.rewards(episode, verdict) for reward in functions}
     if None in named.values():
         return None
     em, best_f1 = answer_scores(episode)
@@ -111,8 +122,12 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if bonus or penalty:
         parts["search"] = sum(search)
     parts |= {name: sum(rewards) for name, rewards in named.items()}
+    answer = None
+    paid = [reward.name for reward in functions if reward.pays_answer]
+    if most_for_answer(settings) or paid:
+        answer = parts["outcome"] + sum(parts[name] for name in paid)
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
-    return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
+    return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}), answer)
 
 
 def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:

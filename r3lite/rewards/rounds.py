@@ -54,6 +54,19 @@ def round_metrics(
     return metrics | {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
 
 
+def mixed_groups(scored: Sequence[Scored | None], groups: Sequence[int]) -> dict[str, float]:
+    """The metric `groups/mixed`: the share of the groups that have right and wrong answers.
+
+    Groups with fewer than two rewards are left out; without any others there is no such metric.
+    """
+    of_group: dict[int, list[bool]] = {}
+    for reward, group in zip(scored, groups, strict=True):
+        if reward is not None:
+            of_group.setdefault(group, []).append(reward.right)
+    mixed = [len(set(rights)) == 2 for rights in of_group.values() if len(rights) > 1]
+    return {"groups/mixed": statistics.fmean(mixed)} if mixed else {}
+
+
 def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
     """Share of an episode's n-grams that occur earlier in the same turn: near 1 if the model repeats itself."""
     total = distinct = 0

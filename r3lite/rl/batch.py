@@ -33,6 +33,11 @@ class Rollout:
     off_policy: bool = False  # not sampled in this round; `logprobs` are those of the policy that wrote it
     failed: bool = False  # its answer is wrong
     teacher: TopTokens | None = None  # a teacher's distributions of its N action tokens
+    signal: float | None = None  # by what the rollouts of a group are told apart; None: the sum of its rewards
+
+    @property
+    def total(self) -> float:
+        return float(sum(reward for _, reward in self.rewards))
 
     @staticmethod
     def with_final_reward(
@@ -62,6 +67,7 @@ class Batch:
     groups: Tensor  # [B] long
     cut_off: Tensor  # [B] bool
     failed: Tensor  # [B] bool
+    signals: Tensor  # [B] see Rollout.signal
     teacher: list[TopTokens | None]  # [B] see Rollout
     off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is off-policy
     old: Tensor | None = None  # [B, T] log-probabilities under the old policy, at actions; None: `logprobs`
@@ -90,6 +96,7 @@ class Batch:
             groups=torch.tensor([r.group for r in rollouts]),
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
             failed=torch.tensor([r.failed for r in rollouts]),
+            signals=torch.tensor([r.total if r.signal is None else r.signal for r in rollouts]),
             off_policy=torch.tensor([r.off_policy for r in rollouts]) if any(r.off_policy for r in rollouts) else None,
             teacher=[r.teacher for r in rollouts],
         )

@@ -1,6 +1,6 @@
 """Dynamic sampling (arXiv 2503.14476, eq. 11): groups with equal rewards are replaced by groups of other questions.
 
-Works on rewards; knows no episodes.
+Works on rewards, those of the answers if they are paid (`Scored.signal`); knows no episodes.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,19 +28,20 @@ class Success:
     logprobs: np.ndarray  # [N] float32, of the action tokens, as the sampler recorded them
     reward: float
     round: int  # in which it was sampled
+    signal: float | None = None  # see Rollout
 
     @staticmethod
     def of(rollout: Rollout, number: int) -> "Success":
         return Success(
             np.array(rollout.tokens, np.int32), np.array(rollout.action_mask), np.array(rollout.logprobs, np.float32),
-            sum(amount for _, amount in rollout.rewards), number,
+            rollout.total, number, rollout.signal,
         )  # fmt: skip
 
     def rollout(self, group: int) -> Rollout:
         """An off-policy rollout of a group, whose whole reward is at its last action token."""
         tokens, action_mask, logprobs = (getattr(self, name).tolist() for name in ARRAYS)
         made = Rollout.with_final_reward(tokens, action_mask, logprobs, self.reward, group)
-        return replace(made, off_policy=True)
+        return replace(made, off_policy=True, signal=self.signal)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ReplayBuffer:
         """As JSON but for `tensors`, which share memory with what is kept: this is called before every round."""
         questions, tensors = [], {}
         for place, (question, kept) in enumerate(self.questions.items()):
-            parts = [{"reward": success.reward, "round": success.round} for success in kept.successes]
+            parts = [{"reward": s.reward, "round": s.round, "signal": s.signal} for s in kept.successes]
             questions.append({"id": question, "rate": kept.rate, "successes": parts})
             for i, success in enumerate(kept.successes):
                 tensors |= {f"{place}.{i}.{name}": torch.from_numpy(getattr(success, name)) for name in ARRAYS}
@@ -144,7 +145,8 @@ class ReplayBuffer:
                 if missing := [name for name in names if name not in tensors]:
                     raise record.error(f"{missing[0]} is missing")
                 arrays = [tensors[name].numpy() for name in names]
-                successes.append(Success(*arrays, fields.number("reward"), fields.whole("round")))
+                signal = fields.number("signal", None)  # checkpoints of earlier versions have none
+                successes.append(Success(*arrays, fields.number("reward"), fields.whole("round"), signal))
             questions[kept.text("id")] = Experience(kept.number("rate", low=0, high=1), tuple(successes))
         self.questions, self.retired = questions, set(record.texts("retired"))
         self.started = record.flag("started")

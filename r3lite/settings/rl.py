@@ -87,8 +87,8 @@ class RLSettings(Section):
     """maximum failed episodes per round that are sampled again, in the same group, from the last step that found a new
     gold paragraph (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
     refill_limit: Whole = 0
-    """how many times per round to replace groups with equal rewards by groups of other questions; 0: keep them (grpo,
-    dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
+    """how many times per round to replace groups whose answers are all rewarded alike by groups of other questions; 0:
+    keep them (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: episodes that were cut off have no loss (dapo)"""
     overlong_penalty: NonNegative = 0.0

@@ -127,4 +127,4 @@ class GuardSettings(Section):
     guard_kl: NonNegative | None = 1.0
     """KL divergence from the reference, in nats per token"""
     guard_variance: Fraction | None = 0.95
-    """share of groups whose rewards are all equal, while the reward is below its best"""
+    """share of groups whose answers are all rewarded alike, while the reward is below its best"""

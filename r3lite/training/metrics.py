@@ -99,6 +99,7 @@ SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "reward": "reward {:.3f}",
+    "groups/mixed": "mixed {:.0%}",
     "eval/f1": "eval F1 {:.3f}",
     "kl": "kl {:.2g}",
     "entropy": "entropy {:.2f}",

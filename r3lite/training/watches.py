@@ -77,6 +77,7 @@ def watched(record: dict) -> Numbers:
         "entropy": record.get("entropy"),
         "kl": record.get("kl"),
         "variance": without_variance(record),
+        "mixed": record.get("groups/mixed"),
         "reward": record.get("reward"),
         "reward_std": record.get("reward_std"),
         "f1": record.get("rewards/f1/mean"),

@@ -73,6 +73,23 @@ def test_named_rewards_are_paid_beside_the_weights():
     assert both.parts == plain.parts | {"answer_f1": pytest.approx(2 / 3)}
 
 
+def test_the_signal_has_the_named_rewards_of_answers_and_ones_own(own):
+    """Of 0.5 F1, 2 exact_match and 0.25 recall the first two are of the answer; a user's own function may be, too."""
+    own("def always(episode):\n    return 1.0\n")
+    half = answered("Ada King", search(*GOLD))
+    entries = {"answer_f1": 0.5, "exact_match": 2.0, "gold_recall": 0.25}
+    f1 = 2 / 3
+
+    def signal(**weights: float) -> float:
+        named = [{"name": name.replace("__", ":"), "weight": weight} for name, weight in weights.items()]
+        return score(half, settings(*named)).signal
+
+    assert signal(**entries) == pytest.approx(0.5 * f1)
+    assert signal(gold_recall=0.25) == pytest.approx(0.25)  # nothing else is paid
+    assert signal(gold_recall=0.25, answer_f1=0.0) == pytest.approx(0.25)  # nor here
+    assert signal(gold_recall=0.25, own_rewards__always=3.0) == pytest.approx(3.0)
+
+
 def test_a_missing_part_is_a_missing_reward():
     unknown = Question("q", "Who?", ("Ada",))
     chosen = settings("gold_recall", "exact_match")

@@ -45,6 +45,16 @@ def test_a_right_episode_by_hand():
     assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
 
 
+def test_an_episodes_signal_is_what_its_answer_is_paid():
+    """EM 0 and F1 2/3 at weights 1 and 0.5, whatever was found; the total if no answer is paid."""
+    poor = Episode(QUESTION, [search(OTHER), answer("Ada King")], ANSWERED)
+    rich = Episode(QUESTION, [search(*GOLD), answer("Ada King")], ANSWERED)
+    assert [score(e, PLAIN).signal for e in (poor, rich)] == pytest.approx([1 / 3, 1 / 3])
+    unpaid = dataclasses.replace(PLAIN, outcome_em=0.0, outcome_f1=0.0)
+    assert [score(e, unpaid).signal for e in (poor, rich)] == pytest.approx([0.1, 0.1 + 0.8 * 0.4])
+    assert score(Episode(QUESTION), PLAIN).signal == 0.0
+
+
 def test_an_episode_whose_retriever_failed_has_no_reward():
     """A model would be paid for answering without documents, or punished for finding none."""
     steps = [search(), answer("Ada Byron")]

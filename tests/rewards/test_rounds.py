@@ -4,7 +4,7 @@ import pytest
 
 from r3lite.core.episode import Episode, Question, Step
 from r3lite.rewards.reward import Scored
-from r3lite.rewards.rounds import episode_records, round_metrics
+from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 
 
 def test_means_of_parts_leave_out_what_is_not_known():
@@ -15,6 +15,14 @@ def test_means_of_parts_leave_out_what_is_not_known():
     assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
     assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
     assert measured["completions/mean_length"] == 2
+
+
+def test_the_share_of_groups_with_right_and_wrong_answers():
+    """Group 0 has both, group 1 wrong ones only whatever they are paid, group 2 one reward: of two groups, one."""
+    right, wrong, found_more = Scored([1.0], {"em": 1.0}), Scored([0.1], {"em": 0.0}), Scored([0.2], {"em": 0.0})
+    scored = [right, wrong, wrong, found_more, right, None]
+    assert mixed_groups(scored, [0, 0, 1, 1, 2, 2]) == {"groups/mixed": 0.5}
+    assert mixed_groups(scored[4:], [2, 2]) == {}
 
 
 def test_how_likely_right_episodes_were_to_the_model():

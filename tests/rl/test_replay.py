@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_the_success_of_lowest_entropy_is_taken():
         5,
         True,
     )
+    assert again.signal is None
     assert again.rewards == [(1, 1.0)] and again.logprobs == pytest.approx([-0.2])
     assert torch.tensor(again.logprobs).tolist() == torch.tensor([-0.1 * 2]).tolist()  # as the batch had it, to the bit
 
@@ -124,6 +126,18 @@ def test_its_state_is_all_of_it():
     tensors, more = one.pop("tensors"), other.pop("tensors")
     assert one == other and tensors.keys() == more.keys()
     assert all(torch.equal(tensor, more[name]) and tensor.dtype == more[name].dtype for name, tensor in tensors.items())
+
+
+def test_a_success_keeps_its_signal_in_checkpoints_too():
+    made, again, older = buffer(), buffer(), buffer()
+    rollouts = [(replace(rollout, signal=0.7), succeeded) for rollout, succeeded in group(True, False, False, False)]
+    made.add(1, {"a": rollouts})
+    state = through_files(made.state_dict())
+    again.load_state_dict(state)
+    assert again.questions["a"].successes[0].rollout(0).signal == 0.7
+    del state["questions"][0]["successes"][0]["signal"]  # as earlier versions wrote it
+    older.load_state_dict(state)
+    assert older.questions["a"].successes[0].rollout(0).signal is None
 
 
 @pytest.mark.parametrize(

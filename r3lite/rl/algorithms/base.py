@@ -173,4 +173,4 @@ class Algorithm:
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Metrics of the whole round, from its batch with advantages."""
-        return {"frac_reward_zero_std": share_without_variance(batch.rewards.sum(-1), batch.groups)}
+        return {"frac_reward_zero_std": share_without_variance(batch.signals, batch.groups)}

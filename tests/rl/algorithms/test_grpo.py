@@ -54,7 +54,8 @@ def test_the_gradient_equals_the_formula(batch, gradients, logprobs, reference, 
 
 def test_equal_returns_teach_nothing(batch, gradients):
     """The rounding error of r - mean(r) once did: AdamW knows no scale, and took full steps away from good answers."""
-    equal = replace(batch, rewards=0.1 * batch.action_mask / batch.action_mask.sum(-1, keepdim=True))
+    rewards = 0.1 * batch.action_mask / batch.action_mask.sum(-1, keepdim=True)
+    equal = replace(batch, rewards=rewards, signals=rewards.sum(-1))
     (got,), measured = gradients(equal, "grpo", kl_beta=0.0)
     assert got.norm() == 0 and measured["frac_reward_zero_std"] == 1.0
     assert "explained_variance" not in measured

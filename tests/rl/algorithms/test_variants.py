@@ -123,6 +123,28 @@ def test_reinforce_baseline_by_hand():
     assert torch.allclose(made.weights(batch), batch.action_mask / 5)
 
 
+@pytest.mark.parametrize(
+    ("name", "small", "mixed"), [("reinforce++-baseline", 1.0, 1.0), ("grpo", 0.7071, 0.7071), ("dr-grpo", 0.06, 0.5)]
+)
+def test_what_a_round_with_a_small_difference_only_weighs(name, small, mixed):
+    """Of two wrong answers one found 0.12 more; or one is right. Only without a std is the first round's step smaller,
+    which is why the preset hotpotqa has dr-grpo: a round without a mixed group took a full step towards recall."""
+    made = algorithm(name)
+    for paid, expected in ((0.12, small), (1.0, mixed)):
+        batch = Batch.of([rollout(2, paid), rollout(2, 0.0)])
+        found = made.with_advantages(batch).advantages[batch.action_mask]
+        assert found.tolist() == pytest.approx([expected, expected, -expected, -expected], abs=1e-3)
+
+
+def test_groups_are_told_apart_by_their_signals():
+    """Rewards 0.3 and 0.1, of answers that are both wrong, and 1 and 0: without variance is one group of two."""
+    wrong = [replace(rollout(2, paid), signal=0.0) for paid in (0.3, 0.1)]
+    batch = Batch.of([*wrong, rollout(1, 1.0, group=1), rollout(1, 0.0, group=1)])
+    assert batch.signals.tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert algorithm("dr-grpo").statistics(batch) == {"frac_reward_zero_std": 0.5}
+    assert algorithm("dr-grpo").statistics(batch.rows([0, 1])) == {"frac_reward_zero_std": 1.0}
+
+
 def test_reinforce_baseline_is_grpo_up_to_the_spread_where_all_groups_are_alike(sampled, gradients):
     """Rewards 1, 0 in both groups, of 4 tokens each: GRPO divides by the sample std, 0.7071, this by 0.5, of all."""
     batch = moved(sampled(["..aaaa", ".aa.aa", "...aaaa", "..a.aaa"], [1.0, 0.0, 0.0, 1.0], per_turn=0.0))
