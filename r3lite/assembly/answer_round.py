@@ -40,14 +40,12 @@ class AnswerRound(Round):
     def metrics(self) -> dict[str, float | None]:
         """Means over the ends, and what the whole episodes do. `searches` is of these: an end has none of its own."""
         episodes = [sequence.episode() for sequence in self.drawn]
-        groups = len(set(self.groups))
         return super().metrics() | {
             "searches": statistics.fmean(episode.searches for episode in episodes),
             "contexts/episodes": len(episodes),
             "contexts/recall": statistics.fmean(episode.recall or 0.0 for episode in episodes),
             "contexts/full_recall": statistics.fmean(map(is_context, self.drawn)),
             "ends/searching_ratio": statistics.fmean(end.finish == SEARCHING for end in self.sequences),
-            "ends/mixed_ratio": len(self.kept or ()) / groups,
         }
 
 
