@@ -51,6 +51,9 @@ class CollectSettings(Section):
     """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
     --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed trajectories, and
     continue an earlier run with the same settings and --output"""
+    baseline: Literal["none", "rag"] = "none"
+    """rag: instead of trajectories, conversations with the prompt of `evaluate --baseline rag` (so pass its --top-k and
+    limits) and the gold answer as the reply, to fine-tune plain RAG; --model is the one to train (--source gold)"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
     """for --source gold; evidence: search the question itself first, then names that are missing, and write down the
     facts found; sub-questions: search the sub-questions of the decomposition (dag always does)"""
