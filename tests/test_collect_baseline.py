@@ -41,8 +41,8 @@ def test_a_model_is_asked_as_it_was_trained(prompts, tmp_path, capsys):
     steps = ["--max-steps", "2", "--validation-fraction", "0", "--max-length", "256"]
     train = ["--preset", "tiny", "--data", str(tmp_path / "rag.jsonl"), *steps]
     assert sft.main([*train, "--output", str(tmp_path / "sft")]) == 0
-    asked = [*RAG, *TIGHT, "--data", str(DATA), "--encoder", "hashing"]
-    assert evaluate.main([*asked, "--adapter", str(tmp_path / "sft"), "--output", str(tmp_path / "out")]) == 0
+    flags = [*RAG, *TIGHT, "--data", str(DATA), "--encoder", "hashing"]
+    assert evaluate.main([*flags, "--adapter", str(tmp_path / "sft"), "--output", str(tmp_path / "out")]) == 0
     assert "warning" not in capsys.readouterr().err
 
     tokenizer = Tokenizer.load(resolve_folder("tiny"))

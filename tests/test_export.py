@@ -220,8 +220,8 @@ def test_an_average_is_taken_by_other_commands(seeds, tmp_path, capsys):
     average = ["--average", ",".join(map(str, seeds[:2])), "--prompts", "0"]
     assert export.main([*TINY, *average, "--output", str(tmp_path / "mean")]) == 0
     data = ["--data", str(shipped("data", "world", "dev.jsonl")), "--limit", "1", "--max-new-tokens", "8"]
-    asked = [*TINY, *data, "--adapter", str(tmp_path / "mean"), "--baseline", "closed-book"]
-    assert evaluate.main([*asked, "--output", str(tmp_path / "out")]) == 0
+    flags = [*TINY, *data, "--adapter", str(tmp_path / "mean"), "--baseline", "closed-book"]
+    assert evaluate.main([*flags, "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "scores.json").exists() and "warning" not in capsys.readouterr().err
 
 

@@ -43,8 +43,8 @@ def conversation(transcript: Transcript, documents: Sequence[Document], layout: 
     """
     question, protocol = transcript.question, layout.protocol
     layout.splice(transcript, [documents])
-    asked = protocol.observation(protocol.quoted(question.text), transcript.steps)
+    prompt = protocol.observation(protocol.quoted(question.text), transcript.steps)
     transcript.steps.append(Step(answer=question.answers[0]))
     reply = protocol.render(transcript.steps[-1], len(transcript.steps))
-    messages = [turn("system", protocol.system), turn("user", asked), turn("assistant", reply)]
+    messages = [turn("system", protocol.system), turn("user", prompt), turn("assistant", reply)]
     return {"id": question.id, "messages": messages, "source": "rag"}

@@ -130,14 +130,14 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
 
 
-def asked(words: list[str]) -> set[str]:
+def rl_questions(words: list[str]) -> set[str]:
     """The questions of a `ppo`: those of its sources that stand in no file of --exclude."""
     config = resolve("ppo", PpoConfig(), ["--config", given(words, "--config")], COMMANDS)
     files = given(words, "--exclude").split(",")
     return {q.text for entry in config.mixture.sources for q in without(read_questions(entry["file"]), files)}
 
 
-def learned(words: list[str]) -> set[str]:
+def sft_questions(words: list[str]) -> set[str]:
     """The questions of the trajectories of an `sft`."""
     files = [entry.rpartition("=")[0] for entry in given(words, "--sources").split(",")]
     return {row.text("question") for file in files for row in read_jsonl(Path(file))}
@@ -158,9 +158,11 @@ def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_its_demonst
     train = {f"Who is {name}?" for name in TRAIN}
     for taught, reinforced in ((half1, rl1), (half2, rl2)):
         assert given(reinforced, "--adapter") == given(taught, "--output")
-        assert learned(taught) and asked(reinforced) and not learned(taught) & asked(reinforced)
-        assert asked(reinforced) == train - learned(taught) - {"Who is Bo?"}  # Bo is in the dev file
-    assert learned(half1) | learned(half2) == learned(cold) == train
+        assert (
+            sft_questions(taught) and rl_questions(reinforced) and not sft_questions(taught) & rl_questions(reinforced)
+        )
+        assert rl_questions(reinforced) == train - sft_questions(taught) - {"Who is Bo?"}  # Bo is in the dev file
+    assert sft_questions(half1) | sft_questions(half2) == sft_questions(cold) == train
 
 
 def test_cross_fitting_ends_with_the_mean_of_both_adapters(way, tmp_path):

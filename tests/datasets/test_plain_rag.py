@@ -83,14 +83,14 @@ def test_what_is_written_by_hand(tokenizer, tmp_path):
 
 
 def test_the_question_is_the_query_and_one_that_fails_gives_no_row(tokenizer, tmp_path):
-    asked = []
+    queries = []
 
     def retrieve(pairs):
-        asked.extend((question.id, query) for question, query in pairs)
+        queries.extend((question.id, query) for question, query in pairs)
         return [Failure("down"), DOCUMENTS]
 
     tally = write_plain_rag([BERGEN, OSLO], retrieve, layout_of(tokenizer, "rag"), tmp_path / "rag.jsonl")
-    assert asked == [("b", BERGEN.text), ("a", "Which city is the capital of Norway?")]
+    assert queries == [("b", BERGEN.text), ("a", "Which city is the capital of Norway?")]
     assert tally.rejected == {"the retriever failed": 1} and tally.kept == 1
     assert [json.loads(line)["id"] for line in (tmp_path / "rag.jsonl").read_text().splitlines()] == ["a"]
 
