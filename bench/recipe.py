@@ -2,15 +2,17 @@
 
     python -m bench.recipe --model MODEL --encoder ENCODER --output runs/recipe \\
       --set hotpotqa=TRAIN.json,DEV.json --set 2wiki=TRAIN.json,DEV.json --set musique=TRAIN.jsonl,DEV.jsonl
-    ... --then self rl                             # after the cold start a self round, then RL from its adapter
+    ... --then rag-sft rl --cross-fit              # after the cold start plain RAG fine-tuned, then RL on both halves
     ... --flags sft="--epochs 2" rag="--top-k 5"   # more flags, of commands or of kinds of stages
 
 Every stage is a command of r3lite with its output in --output, and one whose result is there is not run again, so the
 same command goes on where it was stopped; --then and --baselines may name more by then. No question of a dev file is
-trained on. A way is one run of bench/results/recipe.json, which it is added to when it is complete, fails or is
-interrupted; bench/recipe_page.py says what the page tells.
+trained on, and RL asks only questions whose demonstrations its adapter has not learned (Settings.halves). A way is one
+run of bench/results/recipe.json, which it is added to when it is complete, fails or is interrupted;
+bench/recipe_page.py says what the page tells.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -26,14 +28,17 @@ from typing import Any
 
 from bench import options, records
 from bench.recipe_page import SHOWN, page, tables
-from bench.recipe_settings import BASELINES, COLD, Settings, name_of, parse
+from bench.recipe_settings import BASELINES, COLD, RAG_SFT, Settings, Trained, name_of, parse
+from r3lite.core.answer_match import normalize
 from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_text
+from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
+from r3lite.models.lora import CONFIG as ADAPTER_CONFIG
 
-MORE = ("then", "baselines", "flags")  # settings that may change, as long as no stage that was begun does
+MORE = ("then", "baselines", "cross_fit", "flags")  # settings that may change, as long as no stage that was begun does
 POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes of its time
 
 
@@ -63,37 +68,59 @@ class Way:
         """All stages, but for those whose result is there."""
         for baseline in self.settings.baselines:
             self.evaluate(baseline, BASELINES[baseline], baseline)
-        sets = self.settings.sets
-        data = {name: [self.collected(f"gold-{name}", name)] for name in sets}
-        adapter = self.taught(COLD, data)
-        self.evaluate(COLD, ["--adapter", str(adapter)])
-        for what, label in zip(self.settings.then, self.settings.labels()[1:], strict=True):
-            seen = [str(file) for files in data.values() for file in files]
-            if what == "self":
-                for name in sets:
-                    data[name].append(self.collected(f"own-{label}-{name}", name, adapter, seen))
-                adapter = self.taught(label, data)
+        data = {name: [self.collected(f"gold-{name}", name)] for name in self.settings.sets}
+        for model in self.settings.models():
+            adapter = ["--adapter", str(self.folder / model.label)]
+            if model.kind == RAG_SFT:
+                self.taught(model.label, {name: [self.collected_for_rag(name)] for name in data}, RAG_SFT)
+                self.evaluate(model.label, [*BASELINES["rag"], *adapter], "rag")
             else:
-                adapter = self.reinforced(label, adapter, seen)
-            self.evaluate(label, ["--adapter", str(adapter)])
+                self.train(model, data)
+                self.evaluate(model.label, adapter)
+
+    def train(self, model: Trained, data: dict[str, list[Path]]) -> None:
+        """Trains a model that answers in steps; `data` has the trajectories of each set, to which "self" adds."""
+        begins = [self.folder / label for label in model.begins]
+        if model.kind == "rl":
+            self.reinforced(model.label, begins[0], model.half)
+        elif model.kind == "mean":
+            self.averaged(model.label, begins)
+        elif model.kind == "half":
+            self.taught(model.label, self.demonstrations_of(model.half, data))
+        else:
+            if model.kind == "self":
+                seen = [str(file) for files in data.values() for file in files]
+                for name, files in data.items():
+                    files.append(self.collected(f"own-{model.label}-{name}", name, begins[0], seen))
+            self.taught(model.label, data)
 
     def evaluate(self, label: str, what: list[str], *kinds: str) -> None:
-        """The scores of a model or baseline on the dev questions of each set, and how they differ from plain RAG's."""
+        """The scores of a model or baseline on the dev questions of each set, and how they differ from plain RAG's and
+        the cold start's."""
         given = self.settings
         limit = ["--limit", str(given.limit)] if given.limit else []
         for name, (_, dev) in given.sets.items():
-            output, compared = self.evaluation(label, name)
+            output = self.evaluation(label, name)
             arguments = [*given.runs_model, *given.searches, "--data", dev, *limit, *what]
             arguments += [*given.more("evaluate", *kinds), "--output", str(output)]
             self.run(Stage(output.name, "evaluate", arguments, output / SCORES_FILE))
-            if label != "rag" and "rag" in given.baselines:
-                pair = ["--compare", str(self.evaluation("rag", name)[0]), str(output), "--seed", str(given.seed)]
+            for other, compared in self.comparisons(label, name).items():
+                pair = ["--compare", str(self.evaluation(other, name)), str(output), "--seed", str(given.seed)]
                 arguments = [*pair, "--output", str(compared)]
                 self.run(Stage(compared.name, "evaluate", arguments, compared / COMPARISON))
 
-    def evaluation(self, label: str, name: str) -> tuple[Path, Path]:
-        """The folders of a model's evaluation on a set, and of its comparison with plain RAG."""
-        return self.folder / f"evaluate-{label}-{name}", self.folder / f"compare-{label}-{name}"
+    def evaluation(self, label: str, name: str) -> Path:
+        """The folder of a model's evaluation on a set."""
+        return self.folder / f"evaluate-{label}-{name}"
+
+    def comparisons(self, label: str, name: str) -> dict[str, Path]:
+        """The folders of a model's comparisons on a set, by what it is compared with: plain RAG and the cold start."""
+        folders = {}
+        if label != "rag" and "rag" in self.settings.baselines:
+            folders["rag"] = self.folder / f"compare-{label}-{name}"
+        if label in self.settings.labels() and label != COLD:
+            folders[COLD] = self.folder / f"over-{COLD}-{label}-{name}"
+        return folders
 
     def collected(self, output: str, name: str, adapter: Path | None = None, seen: Sequence[str] = ()) -> Path:
         """Trajectories of a set's training questions: gold ones, or with an adapter those that it samples to questions
@@ -108,20 +135,49 @@ class Way:
         self.run(Stage(output, "collect", arguments, path, grows=adapter is not None))
         return path
 
-    def taught(self, label: str, data: dict[str, list[Path]]) -> Path:
-        """The run folder of SFT from the base, on the trajectories of each set."""
+    def collected_for_rag(self, name: str) -> Path:
+        """A set's training questions as plain RAG asks them, with the flags of its evaluation, and their answers."""
+        given, path = self.settings, self.folder / f"rag-{name}.jsonl"
+        arguments = [*given.common, "--model", given.model, "--source", "gold", *BASELINES["rag"], *given.searches]
+        arguments += ["--data", given.sets[name][0], "--exclude", ",".join(given.dev_files), "--output", str(path)]
+        self.run(Stage(path.stem, "collect", [*arguments, *given.more("collect", "rag")], path))
+        return path
+
+    def demonstrations_of(self, half: int, data: dict[str, list[Path]]) -> dict[str, list[Path]]:
+        """The trajectories of each set whose questions are of a half, in files of their own; no file is empty."""
+        chosen: dict[str, list[Path]] = {}
+        for name, files in data.items():
+            for file in files:
+                path = file.with_name(f"{file.stem}-half{half}.jsonl")
+                rows = [row for row in read_jsonl(file) if half_of(row.text("question"), self.settings.seed) == half]
+                if rows:
+                    write_jsonl(path, [row.values for row in rows])
+                    chosen.setdefault(name, []).append(path)
+        return chosen
+
+    def questions_of(self, half: int) -> list[Path]:
+        """A file for each set with its training questions of a half, for --exclude."""
+        paths = []
+        for name, (train, _) in self.settings.sets.items():
+            questions = read_questions(train, skip_bad_rows=True)
+            rows = [{"question": q.text, "answer": q.answers[0]} for q in questions]
+            paths.append(self.folder / f"questions-{name}-half{half}.jsonl")
+            write_jsonl(paths[-1], [row for row in rows if half_of(row["question"], self.settings.seed) == half])
+        return paths
+
+    def taught(self, label: str, data: dict[str, list[Path]], *kinds: str) -> None:
+        """SFT from the base, on the trajectories of each set."""
         output, sources = self.folder / label, []
         for name, files in data.items():
             weight = self.settings.weights[name] / len(files)
             sources += [f"{file}={weight:g}" for file in files]
-        arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *self.settings.more("sft")]
+        arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *self.settings.more("sft", *kinds)]
         arguments += ["--output", str(output), "--resume", "auto"]
         self.run(Stage(label, "sft", arguments, output / "summary.json"))
-        return output
 
-    def reinforced(self, label: str, adapter: Path, seen: Sequence[str]) -> Path:
-        """The run folder of reinforcement learning from an adapter, on questions that it has not seen; all sets weigh
-        the same, as the mean over them counts."""
+    def reinforced(self, label: str, adapter: Path, half: int) -> None:
+        """Reinforcement learning from an adapter, on the questions of a half; all sets weigh the same, as the mean over
+        them counts."""
         given, output, config = self.settings, self.folder / label, self.folder / "rl.toml"
         tables = [
             f'[[sources]]\nname = {json.dumps(name)}\nfile = {json.dumps(train)}\ntype = "qa"\n'
@@ -129,10 +185,17 @@ class Way:
         ]
         write_text(config, "\n".join(tables))
         arguments = [*given.runs_model, *given.searches, "--config", str(config), "--adapter", str(adapter)]
-        arguments += ["--exclude", ",".join([*given.dev_files, *seen])]
+        others = [str(file) for file in self.questions_of(3 - half)]
+        arguments += ["--exclude", ",".join([*given.dev_files, *others])]
         arguments += [*given.more("ppo"), "--output", str(output), "--resume", "auto"]
         self.run(Stage(label, "ppo", arguments, output / "summary.json"))
-        return output
+
+    def averaged(self, label: str, adapters: Sequence[Path]) -> None:
+        """The mean of adapters, as one."""
+        output = self.folder / label
+        arguments = [*self.settings.common, "--model", self.settings.model, "--prompts", "0"]
+        arguments += ["--average", ",".join(map(str, adapters)), "--output", str(output)]
+        self.run(Stage(label, "export", arguments, output / ADAPTER_CONFIG))
 
     def run(self, stage: Stage) -> None:
         """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
@@ -188,20 +251,27 @@ class Way:
         return [{"stage": name, **cost, **amounts(self.folder / name)} for name, cost in known.items()]
 
     def scores(self) -> list[dict]:
-        """The scores of every evaluation that is there, with their difference from plain RAG's."""
+        """The scores of every evaluation that is there, with its differences from plain RAG and the cold start."""
         found = []
         for label in (*self.settings.baselines, *self.settings.labels()):
             for name in self.settings.sets:
-                output, compared = self.evaluation(label, name)
+                output = self.evaluation(label, name)
                 if (output / SCORES_FILE).exists():
                     scores = read_json(output / SCORES_FILE)
                     row = {"model": label, "set": name, "n": scores["n"], "finish": scores["finish"]}
                     row |= {key: scores.get(key) for key in SHOWN}
-                    if (compared / COMPARISON).exists():
-                        metrics = read_json(compared / COMPARISON)["metrics"]
-                        row["over_rag"] = {key: metrics[key] for key in ("em", "f1") if key in metrics}
+                    for other, compared in self.comparisons(label, name).items():
+                        if (compared / COMPARISON).exists():
+                            metrics = read_json(compared / COMPARISON)["metrics"]
+                            row[f"over_{other}"] = {key: metrics[key] for key in ("em", "f1") if key in metrics}
                     found.append(row)
         return found
+
+
+def half_of(question: str, seed: int) -> int:
+    """The half of the questions, 1 or 2, that a question is of: the same in all files, however it is spelled."""
+    digest = hashlib.sha256(f"{seed}/{normalize(question)}".encode()).digest()
+    return 1 + digest[0] % 2
 
 
 def read_json(path: Path) -> Any:

@@ -15,8 +15,12 @@ SHOWN = {
 OWN = {
     "untrained": "r3lite's steps without training",
     "sft": "cold start",
+    "rag-sft": "plain RAG, fine-tuned",
     "self": "self round",
+    "half1": "cold start on half 1",
+    "half2": "cold start on half 2",
     "rl": "reinforcement learning",
+    "mean": "mean of both halves",
 }
 ABOUT = """`python -m bench.recipe`: the way of [docs/recipe.md](../../docs/recipe.md), every run, newest first. Greedy
 answers to dev questions that training never saw. In brackets intervals of 95 %: of a score by bootstrap over the
@@ -49,7 +53,8 @@ def tables(run: dict) -> str:
 
 
 def exact_match(run: dict) -> list[dict]:
-    """A row for each model, with its exact match on each set, its difference from plain RAG's, and the mean of sets."""
+    """A row for each model, with its exact match on each set, its differences from plain RAG's and the cold start's,
+    and the mean of sets."""
     rows = []
     for label in dict.fromkeys(score["model"] for score in run["scores"]):
         of_model = [score for score in run["scores"] if score["model"] == label]
@@ -58,6 +63,8 @@ def exact_match(run: dict) -> list[dict]:
             row[f"{score['set']}, {score['n']} questions"] = spread(score["em"])
             if "em" in score.get("over_rag", {}):
                 row[f"{score['set']}, over RAG"] = spread(score["over_rag"]["em"], "difference", "+")
+            if "em" in score.get("over_sft", {}):
+                row[f"{score['set']}, over cold start"] = spread(score["over_sft"]["em"], "difference", "+")
         if len(of_model) == len(run["sets"]) > 1:
             row["mean of sets"] = f"{sum(score['em']['value'] for score in of_model) / len(of_model):.3f}"
         rows.append(row)
@@ -80,13 +87,13 @@ def costs(run: dict) -> list[dict]:
         | {"MiB": stage.get("peak_mib"), "tokens": stage.get("tokens"), "steps": stage.get("steps")}
         | {"trajectories": stage.get("trajectories")}
         for stage in run["stages"]
-        if not stage["stage"].startswith("compare-")
+        if not stage["stage"].startswith(("compare-", "over-"))
     ]
 
 
 def title(label: str) -> str:
     """What a reader calls a model."""
-    return BASELINES.get(label) or ", then ".join(OWN[part] for part in label.split("-"))
+    return BASELINES.get(label) or OWN.get(label) or ", then ".join(OWN[part] for part in label.split("-"))
 
 
 def spread(score: dict | None, key: str = "value", sign: str = "") -> str | None:

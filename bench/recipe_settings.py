@@ -12,7 +12,9 @@ from r3lite.core.invocation import resolve
 from r3lite.evaluate import EvaluateConfig
 
 COLD = "sft"  # the name of the cold start, and of its adapter
-THEN = ("self", "rl")
+RAG_SFT = "rag-sft"  # of the control: plain RAG, fine-tuned
+THEN = (RAG_SFT, "self", "rl")
+ONCE = (RAG_SFT, "rl")  # a second one would be the same again
 # What the model does without training: the values of --baseline, or the steps of r3lite itself.
 BASELINES = {
     "rag": ["--baseline", "rag", "--top-k", "5"],  # one retrieval only: it gets more documents than a step
@@ -20,8 +22,19 @@ BASELINES = {
     "gold": ["--baseline", "gold"],
     "untrained": [],
 }
-KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
+KINDS = ("collect", "self", "sft", RAG_SFT, "ppo", "evaluate", *BASELINES)  # what --flags can be for
 NAME = re.compile(r"[\w-]+")  # of a set
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that the way trains, of a `kind`: the cold start (COLD), RAG_SFT, "self", "half" (SFT on the
+    demonstrations of one half of the questions), "rl" (on one half of the questions) or "mean" (of adapters)."""
+
+    label: str  # its name, and that of its output
+    kind: str
+    half: int = 0  # the half of the questions that it is trained on, 1 or 2; 0: all
+    begins: tuple[str, ...] = ()  # labels of the models whose adapters it is made from; others are made from the base
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class Settings:
     limit: int | None
     then: tuple[str, ...] = ()
     baselines: tuple[str, ...] = tuple(BASELINES)
+    cross_fit: bool = False
     dtype: str = "auto"
     device: str = "auto"
     flags: dict[str, str] = field(default_factory=dict)  # by kind
@@ -61,9 +75,43 @@ class Settings:
         """The flags that the user gave for kinds of stages."""
         return [word for kind in kinds for word in shlex.split(self.flags.get(kind, ""))]
 
+    def models(self) -> list[Trained]:
+        """The models that are trained, in their order.
+
+        A label tells the stages that led to the model, but for the cold start: self, self-half1, self-half1-rl.
+        """
+        models = [Trained(COLD, COLD)]
+        earlier = ""  # the label of the stages before, with a hyphen
+        for what in self.then:
+            if what == RAG_SFT:  # a control: nothing begins from it
+                models.append(Trained(RAG_SFT, RAG_SFT))
+                continue
+            if what == "self":
+                latest = [model for model in models if model.kind != RAG_SFT][-1]
+                models.append(Trained(f"{earlier}self", "self", begins=(latest.label,)))
+            else:
+                models += self.halves(earlier)
+            earlier += f"{what}-"
+        return models
+
+    def halves(self, earlier: str) -> list[Trained]:
+        """The models of the stage "rl": an adapter learns the demonstrations of one half of the questions and is
+        reinforced on the other half, which it may not answer from memory.
+
+        With `cross_fit` another one does the reverse, and the mean of both has learned from all questions.
+        """
+        models, ends = [], []
+        for half, other in ((1, 2), (2, 1)) if self.cross_fit else ((1, 2),):
+            taught = Trained(f"{earlier}half{half}", "half", half)
+            ends.append(Trained(f"{taught.label}-rl", "rl", other, begins=(taught.label,)))
+            models += [taught, ends[-1]]
+        if self.cross_fit:
+            models.append(Trained(f"{earlier}rl-mean", "mean", begins=tuple(model.label for model in ends)))
+        return models
+
     def labels(self) -> list[str]:
-        """The names of the models that are trained, in their order: sft, self, self-rl."""
-        return [COLD, *("-".join(self.then[: i + 1]) for i in range(len(self.then)))]
+        """The names of the models that are trained, in their order."""
+        return [model.label for model in self.models()]
 
 
 def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.Namespace]:
@@ -78,7 +126,15 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
         metavar="NAME=TRAIN,DEV[,WEIGHT]",
         help="one data set's files, and its weight among the trajectories of SFT (1); RL asks of all sets alike",
     )
-    made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
+    made.add_argument(
+        "--then",
+        nargs="*",
+        choices=THEN,
+        default=[],
+        help=f"stages after the cold start, in this order; {RAG_SFT}: plain RAG fine-tuned on the same questions; rl: "
+        "SFT on the demonstrations of one half of the questions, then RL on the other half",
+    )
+    made.add_argument("--cross-fit", action="store_true", help="rl: also the reverse, and the mean of both adapters")
     made.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
@@ -103,9 +159,13 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
     flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
     if unknown := [kind for kind in flags if kind not in KINDS]:
         made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
+    if twice := [what for what in ONCE if given.then.count(what) > 1]:
+        made.error(f"--then has {twice[0]} twice, which would train the same again")
+    if given.cross_fit and "rl" not in given.then:
+        made.error("--cross-fit works only with --then rl")
     usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset], COMMANDS)
     model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
-    stages = {"then": tuple(given.then), "baselines": tuple(given.baselines)}
+    stages = {"then": tuple(given.then), "baselines": tuple(given.baselines), "cross_fit": given.cross_fit}
     on = {"dtype": given.dtype, "device": given.device}
     return Settings(
         model, encoder, files, weights, given.preset, given.seed, given.limit, **stages, **on, flags=flags

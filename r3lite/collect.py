@@ -44,6 +44,8 @@ def write_trajectories(config: CollectConfig) -> None:
         raise UsageError("--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url")
     if config.collect.source == "self" and config.sampling.temperature == 0 and config.collect.num_generations > 1:
         raise UsageError("--temperature 0 always samples the same episode: pass --num-generations 1")
+    if config.collect.baseline != "none" and config.retrieval.retriever == "none":
+        raise UsageError("--baseline rag needs a retriever, but --retriever is none")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     with sole_writer(output, folder=False):

@@ -17,6 +17,7 @@ class ExportConfig(CommandConfig):
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
     python -m r3lite.export --adapter runs/ppo --form adapter --weights fp32 --output my-adapter
+    python -m r3lite.export --average runs/seed-0,runs/seed-1 --output my-mean
     python -m r3lite.export --model Qwen/Qwen2.5-0.5B --form gguf --output base-gguf
     python -m r3lite.export --adapter runs/ppo --output my-model --push me/my-model --yes
 

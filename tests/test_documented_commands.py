@@ -56,9 +56,10 @@ QUESTIONS = [
 ]
 ROWS = [
     *("gold.jsonl", "runs/gold.jsonl", "own.jsonl", "runs/own.jsonl", "rows.jsonl", "steps.jsonl"),
-    *("trajectories.jsonl", "tags.jsonl"),
+    *("trajectories.jsonl", "tags.jsonl", "rag.jsonl"),
 ]
-RUNS = [f"runs/{name}" for name in ("sft", "ppo", "grpo", "self", "mixed-sft", "quickstart-20261123-101500/sft")]
+RUN_NAMES = ("sft", "ppo", "grpo", "self", "mixed-sft", "rag-sft", "seed-0", "seed-1", "quickstart-20261123-101500/sft")
+RUNS = [f"runs/{name}" for name in RUN_NAMES]
 PASSAGES = ["passages.jsonl", "a.jsonl", "b.jsonl", "more.jsonl", "FILE.jsonl", "data/world/corpus.jsonl"]
 PROCEDURE = {"description": "How to find who signed a lease", "steps": [{"action": "Search for the lease"}]}
 FORMAT = """kind = "headings"

@@ -2,19 +2,20 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from r3lite import export
+from r3lite import evaluate, export
 from r3lite.assembly import exporter
 from r3lite.assembly.exporter import parity
-from r3lite.core.files import read_record
+from r3lite.core.files import read_record, shipped
 from r3lite.models import lora
 from r3lite.models.tensor_files import read_tensors
-from r3lite.models.weights import checkpoint_tensors, load_model, resolve_folder
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
 TEXTS = [
@@ -103,8 +104,6 @@ def test_the_gguf_adapter_is_that_of_llama_cpps_converter(run, tmp_path, weights
     """Names, keys and shapes as convert_lora_to_gguf writes them; what llama.cpp computes from them, by its formula, is
     what peft adds to a weight."""
     gguf, peft = pytest.importorskip("gguf"), pytest.importorskip("peft")
-    import shutil
-
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(run, tmp_path / "run")
@@ -163,6 +162,75 @@ def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, ca
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=output, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Run folders of three adapters that differ in rank, scale and targets."""
+    folder = tmp_path_factory.mktemp("seeds")
+    model = load_model(resolve_folder("tiny"), torch.float32, "cpu")
+    shapes = [{"r": 8, "alpha": 16}, {"r": 4, "alpha": 6, "rslora": True}, {"r": 2, "alpha": 2, "targets": ["v_proj"]}]
+    for seed, shape in enumerate(shapes):
+        name = f"seed-{seed}"
+        torch.manual_seed(seed)
+        lora.add_adapter(model, name, seed=seed, **shape)
+        for key, parameter in lora.adapter_parameters(model, name).items():
+            if "lora_B" in key:
+                parameter.data = torch.randn_like(parameter) * 0.05
+        lora.save_adapter(model, name, folder / name / "adapter", "tiny", fingerprint(resolve_folder("tiny")))
+        text = f"[sft]\nmax_steps = 7\nseed = {seed}\n"
+        (folder / name / "config.toml").write_text(text, encoding="utf-8")
+    return [folder / name for name in ("seed-0", "seed-1", "seed-2")]
+
+
+def test_the_average_says_in_peft_what_the_mean_of_the_dense_changes_says(seeds, tmp_path, capsys):
+    """Averages of A and of B apart would be another model."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    output = tmp_path / "mean"
+    average = ["--average", ",".join(map(str, seeds))]
+    assert export.main([*TINY, *average, "--prompts", "2", "--output", str(output)]) == 0
+    assert "logits differ by 0 on average" in capsys.readouterr().out
+    config = read_record(output / "adapter_config.json", "").values
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (14, 28, "tiny")
+
+    def base():
+        return transformers.AutoModelForCausalLM.from_pretrained(resolve_folder("tiny"), dtype=torch.float32)
+
+    # In fp64, as sums in another order differ by more than 1e-5 in fp32.
+    dense, before = base().double(), dict(base().double().named_parameters())
+    averaged = peft.PeftModel.from_pretrained(base(), output).double()
+    with torch.no_grad():
+        unchanged = dense(rows()).logits
+        for seed in seeds:
+            merged = peft.PeftModel.from_pretrained(base(), seed / "adapter").double().merge_and_unload()
+            for name, weight in merged.named_parameters():
+                dense.get_parameter(name).add_((weight - before[name]) / 3)
+        expected = dense(rows()).logits
+        assert (averaged(rows()).logits - expected).abs().max() <= 1e-5
+    assert (expected - unchanged).abs().max() > 0.1
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "The mean of 3 LoRA adapters of tiny" in card and "All were trained with: max_steps 7.\n" in card
+    assert export.main([*TINY, *average, "--form", "folder", "--prompts", "0", "--output", str(tmp_path / "x")]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float64)
+    with torch.no_grad():
+        assert (merged(rows()).logits - expected).abs().max() <= 1e-5
+
+
+def test_an_average_is_taken_by_other_commands(seeds, tmp_path, capsys):
+    average = ["--average", ",".join(map(str, seeds[:2])), "--prompts", "0"]
+    assert export.main([*TINY, *average, "--output", str(tmp_path / "mean")]) == 0
+    data = ["--data", str(shipped("data", "world", "dev.jsonl")), "--limit", "1", "--max-new-tokens", "8"]
+    flags = [*TINY, *data, "--adapter", str(tmp_path / "mean"), "--baseline", "closed-book"]
+    assert evaluate.main([*flags, "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "scores.json").exists() and "warning" not in capsys.readouterr().err
+
+
+def test_an_average_of_adapters_of_other_formats_is_warned_of(seeds, run, tmp_path, capsys):
+    shutil.copytree(seeds[0], tmp_path / "tags")
+    (tmp_path / "tags" / "config.toml").write_text('[sft]\nformat = "tags"\n', encoding="utf-8")
+    average = ["--average", f"{seeds[1]},{tmp_path / 'tags'}", "--prompts", "0"]
+    assert export.main([*TINY, *average, "--output", str(tmp_path / "mean")]) == 0
+    assert f"warning: {tmp_path / 'tags'} was trained on --format tags (here r3)" in capsys.readouterr().err
 
 
 def test_nf4_is_read_back_by_r3lite(exported, expected):
@@ -270,6 +338,9 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
         (["--adapter", "RUN", "--output", "x", "--weights", "q8_0", "--form", "gguf-adapter"], 2, "q8_0 needs --form"),
         (["--adapter", "RUN", "--output", "x", "--max-shard-size", "5"], 2, "--max-shard-size 5 is not an amount"),
         (["--adapter", "nowhere", "--output", "x"], 1, "nowhere"),
+        (["--adapter", "RUN", "--average", "a,b", "--output", "x"], 2, "--adapter and --average are both given"),
+        (["--average", "a", "--output", "x"], 2, "--average has one adapter only"),
+        (["--average", "nowhere,elsewhere", "--output", "x"], 1, "nowhere"),
         (["--adapter", "RUN", "--output", "TAKEN"], 1, "already exists"),
         (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Pass the folder of an evaluation"),
     ],

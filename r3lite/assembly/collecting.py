@@ -8,12 +8,16 @@ from r3lite.core.files import sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.collected import Earlier, Tally, config_of
 from r3lite.datasets.demonstrations import write_gold
+from r3lite.datasets.plain_rag import write_plain_rag
 from r3lite.datasets.self_taught import Harvest
 from r3lite.datasets.splits import new_questions
 from r3lite.datasets.teacher import Teacher
 from r3lite.llm.client import Client
+from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import CollectConfig
@@ -23,11 +27,15 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
     questions, replies = new_questions(config.data), Path(f"{output}.cache")
     sweep(output, config_of(output), replies)
-    protocol = build_protocol(config.protocol)
+    opening = OPENINGS[config.collect.baseline]
+    protocol = build_protocol(config.protocol, opening)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     if config.collect.source == "self":
         return self_taught(config, protocol, setup, output, earlier)
     retrieve = build_retriever(setup)
+    if opening.plain:
+        tokenizer = Tokenizer.load(resolve_folder(config.model.model), config.model.thinking)
+        return write_plain_rag(questions, retrieve, Layout(tokenizer, protocol, config.lengths, opening), output)
     if config.collect.source == "gold":
         return write_gold(config, questions, protocol, retrieve, output)
     client = Client(config.judge, Path(config.judge.judge_cache or replies))

@@ -38,25 +38,37 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     All is written beside `output` and takes its place when it is whole. Nothing does if another program would make
     another prompt of it than the training had.
     """
-    folder, trained = weights.resolve_folder(settings.model), made_by_run(settings.model, settings.adapter)
-    if settings.adapter:
-        check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
-    run = settings_of(trained) if trained else {}
+    folder = weights.resolve_folder(settings.model)
+    for adapter in settings.adapters:
+        check_base(ModelSettings(model=settings.model, adapter=adapter), weights.fingerprint(folder))
+    sources = settings.adapters or (None,)  # None: the model itself may be that of a run
+    trained = [place for place in (made_by_run(settings.model, adapter) for adapter in sources) if place]
+    run = in_common([settings_of(place) for place in trained])
     asked = as_trained(config.protocol, run)
-    warn_of_other_format(settings.adapter, replace(config, protocol=asked))
+    for adapter in sources:
+        warn_of_other_format(adapter, replace(config, protocol=asked))
     protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
     layout, path = Layout(tokenizer, protocol, LengthSettings()), settings.questions
     questions = read_questions(path or shipped("data", "world", "test.jsonl")) if settings.prompts else []
     prompts = [layout.prompt(question.text) for question in questions[: settings.prompts]]
     model = weights.load_model(folder, torch.float32, "cpu")
-    if settings.adapter:
-        lora.load_adapter(model, TRAINED, settings.adapter, trainable=False)
-        lora.set_adapter(model, TRAINED)
+    if settings.adapters:
+        load_adapters(model, settings.adapters)
     before = next_logits(model, prompts, tokenizer.size, "before") if prompts else None
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
-    if merged and settings.adapter:
+    if merged and settings.adapters:
         lora.merge_adapter(model, TRAINED)
-    facts = Facts(settings.model, settings.weights, file, merged, bool(trained), run, settings.license, scores)
+    facts = Facts(
+        base=settings.model,
+        weights=settings.weights,
+        file=file,
+        merged=merged,
+        trained=bool(trained),
+        run=run,
+        averaged=len(settings.average or ()),
+        license=settings.license,
+        scores=scores,
+    )
     place = output.resolve()
     made = place.with_name(f".{place.name}.new{PART}") / place.name
     try:
@@ -76,6 +88,27 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         differ = f"logits differ by {mean:.2g} on average, {largest:.2g} at most"
         likeliest = f"the most likely next token is the same for {same}"
         print(f"compared    on {len(prompts)} prompts: {differ}; {likeliest}")
+
+
+def load_adapters(model: CausalLM, folders: Sequence[str]) -> None:
+    """Loads an adapter, or the mean of several, and switches it on."""
+    if len(folders) == 1:
+        lora.load_adapter(model, TRAINED, folders[0], trainable=False)
+    else:
+        names = [f"{TRAINED}-{i}" for i in range(len(folders))]
+        for name, folder in zip(names, folders, strict=True):
+            lora.load_adapter(model, name, folder, trainable=False)
+        lora.add_mean(model, TRAINED, names)
+        for name in names:
+            lora.remove_adapter(model, name)
+    lora.set_adapter(model, TRAINED)
+
+
+def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The settings that all runs have alike."""
+    if not runs:
+        return {}
+    return {name: value for name, value in runs[0].items() if all(run.get(name) == value for run in runs)}
 
 
 @torch.no_grad()
@@ -103,7 +136,8 @@ def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings
 
 def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: Layout, output: Path) -> CausalLM:
     """Writes a model or its adapter in the form of --form, and returns the model as it is read back."""
-    name, form = Path(settings.adapter or settings.model).name, settings.form
+    form = settings.form
+    name = "-".join(Path(adapter).name for adapter in settings.adapters) or Path(settings.model).name
     tokenizer, protocol, prompt = layout.tokenizer, layout.protocol, layout.prompt(chats.QUESTION)
     messages = chats.opening(tokenizer, protocol, chats.QUESTION)
     if form.startswith("gguf"):

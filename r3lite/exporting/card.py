@@ -22,13 +22,15 @@ class Facts:
     merged: bool  # whether it has the base, or is an adapter alone
     trained: bool  # whether a run is known to have trained it, or its adapter
     run: Mapping[str, object]  # the settings of that run, if they are known
+    averaged: int = 0  # number of adapters of which it is the mean; 0: it is no mean
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
 
 
 def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
-    what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
+    adapter = f"The mean of {facts.averaged} LoRA adapters" if facts.averaged else "A LoRA adapter"
+    what = f"{adapter} merged into {facts.base}" if facts.merged else f"{adapter} of {facts.base}"
     whole = "with all weights trained" if facts.trained else "not trained further"
     what = what if facts.trained and not facts.run.get("no_lora") else f"The model {facts.base}, {whole}"
     messages = opening(tokenizer, protocol, "{question}")
@@ -37,7 +39,7 @@ def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) ->
         f"# {facts.base}, {'trained with' if facts.trained else 'exported by'} r3lite",
         f"{what}, weights in {facts.weights}. {'It answers' if facts.trained else 'The prompt asks it to answer'} "
         "questions in steps, each of which reasons and then asks a retriever or answers.",
-        _run(facts.run),
+        _run(facts.run, facts.averaged),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
         "\n".join(["```text", *(f"[{said['role']}]\n{said['content']}" for said in messages), "```"]),
@@ -54,10 +56,12 @@ def _head(facts: Facts) -> str:
     return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
 
 
-def _run(run: Mapping[str, object]) -> str:
+def _run(run: Mapping[str, object], averaged: int) -> str:
     names = [name for name in SHOWN if not (run.get("no_lora") and name.startswith("lora_"))]
     settings = ", ".join(f"{name} {run[name]}" for name in names if run.get(name) not in (None, "none"))
-    return f"Its last training run: {settings}." if settings else ""
+    if not settings:
+        return ""
+    return f"All were trained with: {settings}." if averaged else f"Its last training run: {settings}."
 
 
 def _scores(scores: Mapping[str, dict]) -> str:

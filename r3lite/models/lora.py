@@ -208,6 +208,34 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     _attach(model, name, config, tensors, trainable)
 
 
+@torch.no_grad()
+def add_mean(model: nn.Module, name: str, others: Sequence[str]) -> None:
+    """Adds the mean of other adapters as one, frozen: what it adds to a layer is the mean of what they add.
+
+    The mean of s_i B_i A_i over n adapters is s B A with A = [A_1; A_2; ...] and B = [B_1 s_1, B_2 s_2, ...] / (n s),
+    so ranks add up. Where some of them have no target, their part is zero. Its dropout is 0. It is not switched on.
+    """
+    configs = [switch_of(model).configs[other] for other in others]
+    parameters = [adapter_parameters(model, other) for other in others]
+    rank = sum(config.r for config in configs)
+    targets = tuple(p for p in PROJECTIONS if any(p in config.targets for config in configs))
+    mean = LoraConfig(rank, configs[0].scale * rank, targets=targets)
+    tensors = {}
+    for path, linear in _targets(model, targets):
+        A = torch.zeros(rank, linear.in_features)
+        B = torch.zeros(linear.out_features, rank)
+        first = 0
+        for config, parts in zip(configs, parameters, strict=True):
+            rows = slice(first, first + config.r)
+            if _key(path, "A") in parts:
+                A[rows] = parts[_key(path, "A")]
+                B[:, rows] = parts[_key(path, "B")] * (config.scale / (len(others) * mean.scale))
+            first += config.r
+        tensors[_key(path, "A")] = A
+        tensors[_key(path, "B")] = B
+    _attach(model, name, mean, tensors, trainable=False)
+
+
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
     folder = adapter_folder(folder)

@@ -128,7 +128,8 @@ class CollectConfig(SamplingConfig):
     --source gold makes them from questions with decompositions or supporting facts (MuSiQue, HotpotQA,
     2WikiMultiHopQA), without a model. --source teacher samples them from --judge-model, of Gemini or, with --judge
     openai, of another server; the API key is read from the environment. --source self samples them from --model with
-    --adapter. --teacher-logprobs instead writes the token distributions of --model for existing trajectories.
+    --adapter. --baseline rag instead writes conversations that teach plain RAG; --teacher-logprobs the token
+    distributions of --model for existing trajectories.
     """
 
     data: NewQuestionSettings = NewQuestionSettings()

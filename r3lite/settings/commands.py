@@ -51,6 +51,9 @@ class CollectSettings(Section):
     """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
     --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed trajectories, and
     continue an earlier run with the same settings and --output"""
+    baseline: Literal["none", "rag"] = "none"
+    """rag: instead of trajectories, conversations with the prompt of `evaluate --baseline rag` (so pass its --top-k and
+    limits) and the gold answer as the reply, to fine-tune plain RAG; --model is the one to train (--source gold)"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
     """for --source gold; evidence: search the question itself first, then names that are missing, and write down the
     facts found; sub-questions: search the sub-questions of the decomposition (dag always does)"""
@@ -206,12 +209,18 @@ class CheckFormatSettings(Section):
 class ExportSettings(Section):
     """Export."""
 
-    implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
+    implied: ClassVar = {
+        "adapter": {ANY: {"worked_example": False}},
+        "average": {ANY: {"form": "adapter", "weights": "fp32", "worked_example": False}},
+    }
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """base model: folder, GGUF file, hub id, or tiny"""
     adapter: str | None = None
     """LoRA adapter to merge into the base: a run folder or its adapter/; without it, the base is exported"""
+    average: tuple[str, ...] | None = None
+    """instead of --adapter: comma-separated run folders, such as those of several seeds, whose adapters' exact mean is
+    exported as one adapter, whose rank is the sum of theirs. Sets --form adapter --weights fp32"""
     form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
     """folder: for transformers and vLLM; gguf: for llama.cpp and Ollama (extra gguf); adapter: the adapter alone, for
     PEFT; gguf-adapter: the adapter alone, for --lora of llama.cpp (extra gguf)"""
@@ -236,8 +245,19 @@ class ExportSettings(Section):
     yes: bool = False
     """upload; without it, --push only prints what would be uploaded"""
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """That of --adapter, or those of --average; none if the base is exported."""
+        if self.average is not None:
+            return self.average
+        return () if self.adapter is None else (self.adapter,)
+
     def check(self) -> None:
-        if self.adapter is None and self.form.endswith("adapter"):
+        if self.average is not None and self.adapter is not None:
+            raise UsageError("--adapter and --average are both given: pass one")
+        if self.average is not None and len(self.average) < 2:
+            raise UsageError("--average has one adapter only: pass two or more, separated by commas")
+        if not self.adapters and self.form.endswith("adapter"):
             raise UsageError(f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder")
         if self.form != "gguf" and self.weights == "q8_0":
             raise UsageError("--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4")

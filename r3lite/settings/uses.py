@@ -93,9 +93,19 @@ def has_vectors(s: Chosen) -> bool:
     return encodes(s) and s.encoder != "hashing"
 
 
+def in_steps(s: Chosen) -> bool:
+    """Whether gold trajectories are collected, and not conversations of a baseline."""
+    return s.source == "gold" and s.baseline == "none"
+
+
 def by_sub_questions(s: Chosen) -> bool:
     """Whether gold trajectories follow the decompositions; see datasets/demonstrations.py."""
-    return s.source == "gold" and (s.demonstrations == "sub-questions" or s.format in ("dag", "solution"))
+    return in_steps(s) and (s.demonstrations == "sub-questions" or s.format in ("dag", "solution"))
+
+
+def lays_out(s: Chosen) -> bool:
+    """Whether `collect` needs the tokenizer of --model, to cut documents as an episode has them."""
+    return has_model(s) or s.baseline != "none"
 
 
 def has_model(s: Chosen) -> bool:
@@ -130,8 +140,9 @@ USES = (
         lambda s: not s.compare),
     Use(of(CollectSettings, RetrievalSettings) + " max_hops exclude", "a run without --teacher-logprobs",
         lambda s: s.command != "collect" or not s.teacher_logprobs),
-    Use("demonstrations", "--source gold and a --format other than dag and solution",
-        lambda s: s.source == "gold" and s.format not in ("dag", "solution")),
+    Use("baseline", "--source gold", lambda s: s.command != "collect" or s.source == "gold"),
+    Use("demonstrations", "--source gold without --baseline, and a --format other than dag and solution",
+        lambda s: in_steps(s) and s.format not in ("dag", "solution")),
     Use("insert_gold hurried_share", "--demonstrations sub-questions", by_sub_questions),
     Use("without_search", "--source teacher, or --demonstrations sub-questions",
         lambda s: s.source == "teacher" or by_sub_questions(s)),
@@ -139,9 +150,9 @@ USES = (
     Use("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
     Use("num_generations keep", "--source self", lambda s: s.command != "collect" or s.source == "self"),
     # --model, --dtype, --device and --seed may be the same in all commands.
-    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings, but="model dtype device")
-        + " max_new_tokens max_length end_at_idle_query", "--source self or --teacher-logprobs",
-        has_model),
+    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings, but="model dtype device thinking")
+        + " end_at_idle_query", "--source self or --teacher-logprobs", has_model),
+    Use("thinking max_new_tokens max_length", "--source self, --teacher-logprobs or --baseline", lays_out),
     Use("epochs", "a run without --max-steps", lambda s: s.max_steps is None),
     # Retrieval. --encoder and --top-k may stay while retrievers and baselines are compared.
     Use("retriever", "a --format and a --baseline that retrieve documents",

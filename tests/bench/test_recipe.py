@@ -13,6 +13,8 @@ from bench import headroom, recipe, recipe_page
 from r3lite.core.command import COMMANDS
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.datasets.qa import read_questions
+from r3lite.datasets.splits import without
 from r3lite.settings import PpoConfig
 from tests.commands import CONFIGS
 
@@ -38,7 +40,9 @@ def write(name, *rows):
     (output / name).write_text("".join(json.dumps(row) + "\\n" for row in rows))
 em = {"value": 0.25, "low": 0.125, "high": 0.5}
 if command == "collect":
-    output.write_text(json.dumps({"id": output.stem}) + "\\n")
+    output.write_text(Path(words[words.index("--data") + 1]).read_text())
+elif command == "export":
+    write("adapter_config.json", {})
 elif "--compare" in words:
     write("comparison.json", {"metrics": {"em": {"difference": 0.125, "low": -0.25, "high": 0.375, "p": 0.5}}})
 elif command == "evaluate":
@@ -58,7 +62,7 @@ def way(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.Stage, "words", lambda stage: [*stub, stage.command, *stage.arguments])
     monkeypatch.setattr(recipe, "POLL", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
-    for name, rows in (("train", ("a", "b", "c")), ("dev", ("d", "b"))):
+    for name, rows in (("train", TRAIN), ("dev", ("Dan", "Bo"))):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"question": f"Who is {row}?", "answer": row} for row in rows])
     files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
@@ -86,6 +90,12 @@ def given(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
+def evaluated(label: str) -> list[str]:
+    """The outputs of the evaluation of a model after the cold start."""
+    return [f"evaluate-{label}-one", f"compare-{label}-one", f"over-sft-{label}-one"]
+
+
+TRAIN = ("Al", "Bo", "Cy", "Di", "Ed", "Flo")
 ROOT = Path(recipe.__file__).parent.parent
 COMMANDS_OF_THE_PAGE = re.findall(r"^python -m (\S+) (.*)$", (ROOT / "docs" / "recipe.md").read_text("utf-8"), re.M)
 COLD = [
@@ -97,9 +107,10 @@ SHORT = ("--baselines", "rag", "gold")
 
 def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     status, outputs = way(*SHORT, "--then", "self", "rl", "--limit", "8")
-    own = ["own-self-one.jsonl", "self", "evaluate-self-one", "compare-self-one"]
-    assert status == 0 and outputs == [*COLD, *own, "self-rl", "evaluate-self-rl-one", "compare-self-rl-one"]
-    rag, gold, over, collect, sft, cold, _, own, again, _, _, rl, last, _ = ran(tmp_path)
+    own = ["own-self-one.jsonl", "self", *evaluated("self")]
+    rl = ["self-half1", *evaluated("self-half1"), "self-half1-rl", *evaluated("self-half1-rl")]
+    assert status == 0 and outputs == [*COLD, *own, *rl]
+    rag, gold, over, collect, sft, cold, _, own, again, _, _, with_cold, half, _, _, _, rl, last, *_ = ran(tmp_path)
     folder = tmp_path / "way"
     assert (given(rag, "--baseline"), given(gold, "--baseline"), given(rag, "--limit")) == ("rag", "gold", "8")
     assert over[2:4] == [str(folder / "evaluate-rag-one"), str(folder / "evaluate-gold-one")]
@@ -107,25 +118,103 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     seen = f"{tmp_path / 'dev.jsonl'},{folder / 'gold-one.jsonl'}"
     assert (given(own, "--source"), given(own, "--exclude")) == ("self", seen)
     assert given(own, "--adapter") == given(cold, "--adapter") == str(folder / "sft")
+    assert with_cold[2:4] == [str(folder / "evaluate-sft-one"), str(folder / "evaluate-self-one")]
     assert given(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
     both = f"{folder / 'gold-one.jsonl'}=0.5,{folder / 'own-self-one.jsonl'}=0.5"
     assert given(again, "--sources") == both and "--adapter" not in again  # from the base
-    assert given(rl, "--adapter") == str(folder / "self") and given(last, "--adapter") == str(folder / "self-rl")
-    assert {given(words, "--resume") for words in (sft, again, rl)} == {"auto"}
+    both = f"{folder / 'gold-one-half1.jsonl'}=0.5,{folder / 'own-self-one-half1.jsonl'}=0.5"
+    assert given(half, "--sources") == both and "--adapter" not in half
+    assert given(rl, "--adapter") == str(folder / "self-half1")
+    assert given(last, "--adapter") == str(folder / "self-half1-rl")
+    assert {given(words, "--resume") for words in (sft, again, half, rl)} == {"auto"}
     assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
 
 
-def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_the_cold_start(way, tmp_path):
-    """A model that was trained on a question may answer it from memory, and RL made that a habit."""
-    assert way(*SHORT, "--then", "rl", sets=("one", "two"), weight=",2.5")[0] == 0
-    ppo = next(words for words in ran(tmp_path) if words[0] == "ppo")
-    config = resolve("ppo", PpoConfig(), ["--config", given(ppo, "--config")], COMMANDS)
-    gold = [str(tmp_path / "way" / f"gold-{name}.jsonl") for name in ("one", "two")]
-    assert given(next(w for w in ran(tmp_path) if w[0] == "sft"), "--sources") == ",".join(f"{g}=2.5" for g in gold)
+def rl_questions(words: list[str]) -> set[str]:
+    """The questions of a `ppo`: those of its sources that stand in no file of --exclude."""
+    config = resolve("ppo", PpoConfig(), ["--config", given(words, "--config")], COMMANDS)
+    files = given(words, "--exclude").split(",")
+    return {q.text for entry in config.mixture.sources for q in without(read_questions(entry["file"]), files)}
+
+
+def sft_questions(words: list[str]) -> set[str]:
+    """The questions of the trajectories of an `sft`."""
+    files = [entry.rpartition("=")[0] for entry in given(words, "--sources").split(",")]
+    return {row.text("question") for file in files for row in read_jsonl(Path(file))}
+
+
+def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_its_demonstrations(way, tmp_path):
+    """A model that was trained on a question may answer it from memory, and RL made that a habit. Only the questions
+    without a demonstration were left to it then: those that no search answers."""
+    assert way("--baselines", "--then", "rl", "--cross-fit", sets=("one", "two"), weight=",2.5")[0] == 0
+    cold, half1, half2 = (words for words in ran(tmp_path) if words[0] == "sft")
+    rl1, rl2 = (words for words in ran(tmp_path) if words[0] == "ppo")
+    gold = [tmp_path / "way" / f"gold-{name}.jsonl" for name in ("one", "two")]
+    assert given(cold, "--sources") == ",".join(f"{path}=2.5" for path in gold)
+    config = resolve("ppo", PpoConfig(), ["--config", given(rl1, "--config")], COMMANDS)
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
         (name, str(tmp_path / "train.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
-    assert given(ppo, "--exclude").split(",") == [str(tmp_path / "dev.jsonl")] * 2 + gold
+    train = {f"Who is {name}?" for name in TRAIN}
+    for taught, reinforced in ((half1, rl1), (half2, rl2)):
+        assert given(reinforced, "--adapter") == given(taught, "--output")
+        assert (
+            sft_questions(taught) and rl_questions(reinforced) and not sft_questions(taught) & rl_questions(reinforced)
+        )
+        assert rl_questions(reinforced) == train - sft_questions(taught) - {"Who is Bo?"}  # Bo is in the dev file
+    assert sft_questions(half1) | sft_questions(half2) == sft_questions(cold) == train
+
+
+def test_cross_fitting_ends_with_the_mean_of_both_adapters(way, tmp_path):
+    labels = ["half1", "half1-rl", "half2", "half2-rl", "rl-mean"]
+    outputs = [[label, f"evaluate-{label}-one", f"over-sft-{label}-one"] for label in labels]
+    stages = ["--baselines", "--then", "rl"]
+    assert way(*stages) == (0, ["gold-one.jsonl", "sft", "evaluate-sft-one", *outputs[0], *outputs[1]])
+    assert way(*stages, "--cross-fit") == (0, [*outputs[2], *outputs[3], *outputs[4]])
+    export, last, _ = ran(tmp_path)[-3:]
+    folder = tmp_path / "way"
+    assert export[0] == "export" and "--adapter" not in export
+    assert given(export, "--average") == f"{folder / 'half1-rl'},{folder / 'half2-rl'}"
+    assert given(last, "--adapter") == given(export, "--output") == str(folder / "rl-mean")
+    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["sft", *labels]
+    assert way(*stages, "--cross-fit") == (0, [])
+
+
+def test_a_self_round_samples_with_the_last_adapter_that_is_no_control():
+    stages = ["--set", "a=b,c", "--then", "self", "rag-sft", "rl"]
+    before = recipe.parse([*stages, "self"], "")[0].models()
+    assert [model.begins for model in before if model.kind == "self"] == [("sft",), ("self-half1-rl",)]
+    crossed = recipe.parse([*stages, "self", "--cross-fit"], "")[0].models()
+    assert (crossed[-1].label, crossed[-1].begins) == ("self-rl-self", ("self-rl-mean",))
+
+
+def test_halves_are_the_same_in_all_files_and_differ_by_seed():
+    questions = [f"Who directed film {i}?" for i in range(400)]
+    first = [recipe.half_of(question, 0) for question in questions]
+    assert set(first) == {1, 2} and 150 < first.count(1) < 250
+    assert [recipe.half_of(f" who directed THE film  {i}", 0) for i in range(400)] == first
+    assert 100 < sum(recipe.half_of(q, 1) == half for q, half in zip(questions, first)) < 300
+
+
+def test_plain_rag_is_fine_tuned_and_asked_as_it_was_trained(way, tmp_path):
+    flags = ["collect=--limit 4", "rag=--max-document-tokens 90", "sft=--epochs 2", "rag-sft=--learning-rate 1e-4"]
+    status, outputs = way("--baselines", "rag", "--then", "rag-sft", "--flags", *flags)
+    assert status == 0 and outputs[-5:] == ["rag-one.jsonl", "rag-sft", *evaluated("rag-sft")]
+    rag, _, cold, *_ = ran(tmp_path)
+    collect, sft, evaluate, over_rag, over_cold = ran(tmp_path)[-5:]
+    folder = tmp_path / "way"
+    for words in (rag, collect, evaluate):
+        shown = [given(words, flag) for flag in ("--baseline", "--top-k", "--max-document-tokens", "--model")]
+        assert shown == ["rag", "5", "90", "tiny"]
+    assert (given(collect, "--exclude"), given(collect, "--limit")) == (str(tmp_path / "dev.jsonl"), "4")
+    assert given(sft, "--sources") == f"{folder / 'rag-one.jsonl'}=1" and "--adapter" not in sft
+    assert (given(sft, "--epochs"), given(sft, "--learning-rate")) == ("2", "1e-4")
+    assert given(evaluate, "--adapter") == str(folder / "rag-sft")
+    assert over_rag[2:4] == [str(folder / f"evaluate-{label}-one") for label in ("rag", "rag-sft")]
+    assert over_cold[2:4] == [str(folder / f"evaluate-{label}-one") for label in ("sft", "rag-sft")]
+    assert cold[0] == "sft" and "--learning-rate" not in cold
+    page = (tmp_path / "results" / "recipe.md").read_text()
+    assert "| plain RAG, fine-tuned | 0.250 (0.125 to 0.500) |" in page and "one, over cold start" in page
 
 
 def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):
@@ -142,8 +231,8 @@ def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):
     assert run["complete"] and (stage["starts"], stage["tokens"], stage["steps"]) == (2, 250, 2)
     assert stage["seconds"] > first["seconds"] and stage["complete"] and len(stage["commits"]) == 1
     assert way(*SHORT) == (0, []) and len(kept(tmp_path)) == 1
-    assert way(*SHORT, "--then", "rl") == (0, ["rl", "evaluate-rl-one", "compare-rl-one"])
-    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["rag", "gold", "sft", "rl"]
+    assert way(*SHORT, "--then", "self") == (0, ["own-self-one.jsonl", "self", *evaluated("self")])
+    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["rag", "gold", "sft", "self"]
 
 
 def test_a_stage_that_fails_ends_the_way_and_is_named(way, tmp_path, capsys):
@@ -179,8 +268,8 @@ def test_the_untrained_model_is_asked_in_steps(way, tmp_path):
 
 def test_flags_may_be_added_for_stages_that_did_not_begin(way, tmp_path, capsys):
     assert way(*SHORT)[0] == 0
-    assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3")[1][0] == "rl"
-    assert given(ran(tmp_path)[0], "--max-steps") == "3"
+    assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3")[1][4] == "half1-rl"
+    assert given(ran(tmp_path)[4], "--max-steps") == "3"
     assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3", "sft=--epochs 2") == (1, [])
     assert "the stage sft was begun with other flags" in capsys.readouterr().err
 
@@ -199,6 +288,8 @@ def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
         (["--set", "a=b,c,much"], "--set: a weight is a number"),
         (["--set", "a/b=train.jsonl,dev.jsonl"], "--set a/b: write it as"),
         (["--set", "a=b,c", "--flags", "stf=--epochs 2"], "--flags stf: write it as KIND=FLAGS"),
+        (["--set", "a=b,c", "--then", "rl", "self", "rl"], "--then has rl twice"),
+        (["--set", "a=b,c", "--then", "self", "--cross-fit"], "--cross-fit works only with --then rl"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(capsys, arguments, says):
@@ -215,7 +306,7 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     assert {"commit", "threads", "precision", "processor", "date"} <= run.keys()
     assert str(tmp_path) not in json.dumps(run | {"stages": []})
     stages = {stage["stage"]: stage for stage in run["stages"]}
-    assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 1
+    assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 6
     assert 1 < stages["sft"]["peak_mib"] < 100_000
     shown = capsys.readouterr().out
     em, over = "0.250 (0.125 to 0.500)", "+0.125 (-0.250 to +0.375)"
@@ -223,14 +314,20 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     assert f"| cold start | {em} | {em} | 0.250 | {over} | {over} |" in shown
     told = (tmp_path / "results" / "recipe.md").read_text()
     assert shown.strip().splitlines()[-1] in told and "Flags: sft: `--epochs 2`." in told
-    assert recipe_page.title("self-rl") == "self round, then reinforcement learning"
+    titles = {
+        "self-rl": "self round, then reinforcement learning",
+        "half2-rl": "cold start on half 2, then reinforcement learning",
+        "rl-mean": "reinforcement learning, then mean of both halves",
+        "rag-sft": "plain RAG, fine-tuned",
+    }
+    assert {label: recipe_page.title(label) for label in titles} == titles
 
 
 @pytest.mark.parametrize(("module", "words"), COMMANDS_OF_THE_PAGE)
 def test_every_command_of_the_page_is_understood(module, words):
     if module == "bench.recipe":
         settings, _ = recipe.parse(shlex.split(words), "")
-        assert (settings.then, settings.model) == (("self", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
+        assert (settings.then, settings.model) == (("rag-sft", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
         return
     if module == "bench.headroom":
         config, _ = headroom.parse(shlex.split(words))
@@ -253,11 +350,16 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
         "ppo=--max-steps 1 --batch-size 2 --num-generations 2 --algorithm grpo",
     ]
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
-    arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag", "--then", "rl"]
+    arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag"]
+    arguments += ["--then", "rag-sft", "rl", "--cross-fit"]
     handler = signal.getsignal(signal.SIGTERM)
     assert recipe.main([*arguments, "--flags", *few, *places]) == 0
     signal.signal(signal.SIGTERM, handler)
     (run,) = kept(tmp_path)
-    assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 3
-    assert {s["stage"]: s.get("trajectories") for s in run["stages"]}["gold-world"] == 8
-    assert all(s.get("tokens") for s in run["stages"] if s["stage"] in ("sft", "rl"))
+    assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 8
+    trajectories = {s["stage"]: s.get("trajectories") for s in run["stages"]}
+    assert trajectories["gold-world"] == trajectories["rag-world"] == 8
+    trained = ("sft", "rag-sft", "half1", "half1-rl", "half2", "half2-rl")
+    tokens = {s["stage"]: s.get("tokens") for s in run["stages"]}
+    assert all(tokens[label] for label in trained)
+    assert "over_sft" in run["scores"][-1] and run["scores"][-1]["model"] == "rl-mean"

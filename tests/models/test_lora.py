@@ -10,6 +10,7 @@ from r3lite.models.lora import (
     LoraLinear,
     adapter_parameters,
     add_adapter,
+    add_mean,
     cast_once,
     load_adapter,
     merge_adapter,
@@ -68,6 +69,31 @@ def test_a_fresh_adapter_changes_nothing_and_is_of_peft_s_size(small_model):
     other = small_model()
     add_adapter(other, "policy", 8, 16, seed=3)
     assert all(torch.equal(p, parameters[k]) for k, p in adapter_parameters(other, "policy").items())
+
+
+def test_a_mean_by_hand():
+    """Of adapters that differ in rank, scale and targets."""
+    model = torch.nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        linear = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
+        linear.weight.data = torch.zeros(2, 2)
+        model.add_module(name, linear)
+    add_adapter(model, "a", r=1, alpha=3, targets=["q_proj"])
+    model.q_proj.lora_A["a"].data = torch.tensor([[1.0, -1.0]])
+    model.q_proj.lora_B["a"].data = torch.tensor([[2.0], [0.0]])  # 3 B A = [[6, -6], [0, 0]]
+    add_adapter(model, "b", r=4, alpha=4, dropout=0.1, targets=["q_proj", "k_proj"], rslora=True)
+    for layer in (model.q_proj, model.k_proj):
+        layer.lora_A["b"].data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [5.0, 5.0]])
+        layer.lora_B["b"].data = torch.tensor([[0.0, 1.0, 7.0, 0.0], [1.0, 0.0, 7.0, 0.0]])  # 2 B A = [[0, 2], [2, 0]]
+    add_mean(model, "mean", ["a", "b"])
+    config = switch_of(model).configs["mean"]
+    assert (config.r, config.scale, config.targets) == (5, 3, ("q_proj", "k_proj"))
+    assert (config.dropout, config.rslora, switch_of(model).active) == (0, False, None)
+    assert not any(parameter.requires_grad for parameter in adapter_parameters(model, "mean").values())
+    merge_adapter(model, "mean")
+    torch.testing.assert_close(model.q_proj.base.weight.data, torch.tensor([[3.0, -2.0], [1.0, 0.0]]))
+    torch.testing.assert_close(model.k_proj.base.weight.data, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert isinstance(model.v_proj, torch.nn.Linear)
 
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 16 / 4), (True, 16 / 2)])

@@ -179,6 +179,13 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
         ("ppo", "--algorithm dgpo --teacher-logprobs b --teacher-top 7", "--teacher-top"),
         ("sft", "--track-name x", "--track-name"),
         ("collect", "--keep 3", "--keep"),
+        ("collect", "--source self --baseline rag", "--baseline"),
+        ("collect", "--teacher-logprobs x --baseline rag", "--baseline"),
+        ("collect", "--baseline rag --demonstrations sub-questions", "--demonstrations"),
+        ("collect", "--baseline rag --format tags", "--format"),
+        ("collect", "--baseline rag --max-hops 3", "--max-hops"),
+        ("collect", "--max-new-tokens 3", "--max-new-tokens"),
+        ("collect", "--thinking on", "--thinking"),
         ("collect", "--source self --attempts 3", "--attempts"),
         ("collect", "--source self --judge-rpm 3", "--judge-rpm"),
         ("collect", "--vram-budget 2GiB", "--vram-budget"),
@@ -192,6 +199,13 @@ def test_what_would_do_nothing_is_refused_with_what_it_is_for(name, argv, option
     table, config = resolved(name, *argv.split())
     with pytest.raises(UsageError, match=f"^{option} is .*, but has no effect here: it needs "):
         command.check_used(table, config)
+
+
+def test_what_collects_plain_rag_takes_what_its_evaluation_takes():
+    """Otherwise the prompts of its rows could not be those of the evaluation."""
+    limits = "--top-k 5 --max-length 600 --max-new-tokens 50 --max-document-tokens 40 --thinking on --system-prompt Hi"
+    for name in ("collect", "evaluate"):
+        command.check_used(*resolved(name, "--baseline", "rag", *limits.split()))
 
 
 def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tmp_path):

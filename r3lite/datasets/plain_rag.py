@@ -1,0 +1,50 @@
+"""Conversations that teach plain RAG: the prompt of `evaluate --baseline rag`, and the gold answer as the reply.
+
+They are the control for training in steps: the same model, questions and tokens, but one retrieval with the question.
+The prompt of a row is laid out by the code that lays out the evaluation, so that both have the same tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3lite.core.episode import Document, Failure, Question, Retrieve, Step, retrieve_all
+from r3lite.core.files import write_jsonl
+from r3lite.datasets.collected import Tally
+from r3lite.datasets.conversations import turn
+from r3lite.protocols.transcript import Layout, Transcript
+
+
+def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: Layout, output: Path) -> Tally:
+    """Writes a conversation for every question at which the retriever did not fail; the reply is its first answer.
+
+    `layout` is that of the baseline. Raises R3LiteError, as the evaluation does, for a question for which there is no
+    room within its limits.
+    """
+    tally = Tally(len(questions))
+    transcripts = [Transcript(question) for question in questions]
+    for transcript in transcripts:
+        layout.open(transcript)
+    searches = [(transcript.question, transcript.pending[0]) for transcript in transcripts]
+    rows = []
+    for transcript, outcome in zip(transcripts, retrieve_all(retrieve, searches), strict=True):
+        if isinstance(outcome, Failure):
+            tally.rejected["the retriever failed"] += 1
+            continue
+        rows.append(conversation(transcript, outcome, layout))
+        tally.keep_retrieved(transcript.question, transcript.steps)
+    write_jsonl(output, rows)
+    return tally
+
+
+def conversation(transcript: Transcript, documents: Sequence[Document], layout: Layout) -> dict:
+    """The row of a question whose transcript was opened: system message, documents and question, answer.
+
+    Adds the documents, cut as for the evaluation, and the answer to the transcript's steps.
+    """
+    question, protocol = transcript.question, layout.protocol
+    layout.splice(transcript, [documents])
+    prompt = protocol.observation(protocol.quoted(question.text), transcript.steps)
+    transcript.steps.append(Step(answer=question.answers[0]))
+    reply = protocol.render(transcript.steps[-1], len(transcript.steps))
+    messages = [turn("system", protocol.system), turn("user", prompt), turn("assistant", reply)]
+    return {"id": question.id, "messages": messages, "source": "rag"}
