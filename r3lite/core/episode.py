@@ -13,9 +13,7 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-SEARCHING = (
-    "searching"  # only of an end that may not search (rollout/sequence.py): it wrote a query instead of an answer
-)
+SEARCHING = "searching"  # a query in a turn that may not search: of --learn answer alone
 
 
 @dataclass(frozen=True)
