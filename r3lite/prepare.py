@@ -1,4 +1,4 @@
-"""Splits a data set into train.jsonl, dev.jsonl and test.jsonl."""
+"""Splits a data set into train.jsonl, dev.jsonl, test.jsonl and, if it is asked for, rl.jsonl."""
 
 from pathlib import Path
 
@@ -14,9 +14,10 @@ MANIFEST = "manifest.json"
 
 
 class PrepareConfig(CommandConfig):
-    """Samples train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from your
-    own file, into data/processed/NAME (or --output). Rows are unchanged and in their original order; no question is in
-    two files. manifest.json has the checksums of the sources. A folder that was prepared before is not changed.
+    """Samples train.jsonl, dev.jsonl and test.jsonl, and with --rl-size rl.jsonl, from a data set such as hotpotqa,
+    2wiki or musique, or from your own file, into data/processed/NAME (or --output). Rows are unchanged and in their
+    original order; no question is in two files. manifest.json has the checksums of the sources. A folder that was
+    prepared before is not changed.
     """
 
     data: QuestionSettings = QuestionSettings()

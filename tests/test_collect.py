@@ -11,6 +11,7 @@ from r3lite import collect
 from r3lite.assembly import collecting
 from r3lite.core.episode import Failure
 from r3lite.core.files import shipped, sole_writer
+from r3lite.datasets.collected import rejected_ids
 from r3lite.datasets.qa import read_questions
 from tests.collecting import lines, read_rows, row, run, write
 
@@ -77,6 +78,10 @@ def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsy
     assert re.search(r"rejected: no decomposition +2\n", table)
     assert re.search(r"rejected: step 2 repeats an earlier query +1\n", table)
     assert re.search(r"rejected: a hop without a gold paragraph +1\n", table)
+    reasons = {"p": "no decomposition", "q2": "step 2 repeats an earlier query", "q3": "a hop without a gold paragraph"}
+    told = {record["id"]: record["reason"] for record in lines(tmp_path / "out.jsonl.rejected.jsonl")}
+    assert told == reasons | {"p2": "no decomposition"}
+    assert rejected_ids(tmp_path / "out.jsonl") == {"p", "q2", "q3", "p2"}
 
 
 def test_each_hop_of_all_questions_is_one_batch(tmp_path, monkeypatch):
@@ -218,11 +223,32 @@ def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, s
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "out.jsonl"]
 
 
-def test_rejections_that_are_none_are_refused(tmp_path, capsys):
+def test_rejections_of_a_killed_run_do_not_stay(tmp_path):
+    """They are written before the trajectories, and another run into the file may reject nothing."""
+    rejected, told = tmp_path / "out.jsonl.rejected.jsonl", {"id": "q1", "reason": "no decomposition"}
+    write(rejected, [told | {"source": "gold"}])
+    assert run(write(tmp_path / "data.jsonl", [row(1)]), tmp_path / "out.jsonl") == 0
+    assert len(lines(tmp_path / "out.jsonl")) == 1 and not rejected.exists()
+    assert rejected_ids(tmp_path / "out.jsonl") == set()
+
+
+def test_a_teacher_does_not_take_what_gave_no_gold_trajectory_for_asked(tmp_path, capsys):
+    data = write(tmp_path / "data.jsonl", [{"id": "p", "question": "Q?", "answer": "a"}])
+    output, none = tmp_path / "out.jsonl", ("--retriever", "none")
+    assert run(data, output, *none) == 1
+    assert lines(tmp_path / "out.jsonl.rejected.jsonl")[0]["id"] == "p"
+    capsys.readouterr()
+    assert run(data, output, "--source", "teacher", *none) == 1
+    assert "line 1 was not written by collect --source teacher" in capsys.readouterr().err
+    assert run(data, output, *none) == 1 and "no trajectory was kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["gold", "teacher"])
+def test_rejections_that_are_none_are_refused(tmp_path, capsys, source):
     rejected = tmp_path / "out.jsonl.rejected.jsonl"
     rejected.write_text("hello")
     data = write(tmp_path / "data.jsonl", [row(1)])
-    status = run(data, tmp_path / "out.jsonl", "--source", "teacher")
+    status = run(data, tmp_path / "out.jsonl", "--source", source)
     assert_refused(capsys, {rejected: b"hello"}, status, "was not written by collect")
 
 

@@ -51,7 +51,7 @@ SMALL = {
 }
 QUESTIONS = [
     *("train.jsonl", "dev.jsonl", "test.jsonl", "dev.json", "train.json", "questions.jsonl", "my-questions.jsonl"),
-    *("hotpotqa/train.jsonl", "hotpotqa/dev.jsonl", "hotpotqa/test.jsonl", "FILE"),
+    *("hotpotqa/train.jsonl", "hotpotqa/dev.jsonl", "hotpotqa/test.jsonl", "hotpotqa/rl.jsonl", "FILE"),
     *("data/world/train.jsonl", "data/world/dev.jsonl"),
 ]
 ROWS = [

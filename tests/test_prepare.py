@@ -45,6 +45,30 @@ def test_no_question_is_in_two_parts_and_none_is_lost(questions, tmp_path):
     assert all(own == sorted(own) for own in places.values())  # in the order of the source
 
 
+def questions_of(folder, name):
+    return [row.values["question"] for row in read_jsonl(folder / f"{name}.jsonl", "")]
+
+
+def test_questions_for_rl_are_in_no_other_part_and_change_none(questions, tmp_path, capsys):
+    """RL was given what no demonstration could be made of, or what the adapter had memorized."""
+    sizes = ["--train-size", "20"]
+    assert run(questions, tmp_path / "without", *sizes) == 0
+    assert run(questions, tmp_path / "with", *sizes, "--rl-size", "8") == 0
+    assert parts(tmp_path / "without") == parts(tmp_path / "with") and not (tmp_path / "without/rl.jsonl").exists()
+    assert "20 questions in train.jsonl, 5 questions in dev.jsonl, 7 questions in test.jsonl, 8 questions in rl.js" in (
+        capsys.readouterr().out
+    )
+    others = {row["question"] for rows in parts(tmp_path / "with").values() for row in rows}
+    rl = questions_of(tmp_path / "with", "rl")
+    assert len(set(rl) - others) == 8 and rl == sorted(rl, key=BOOKS.index)
+
+
+def test_all_questions_are_for_training_but_those_for_rl(questions, tmp_path):
+    assert run(questions, tmp_path / "out", "--rl-size", "8") == 0
+    train, rl = questions_of(tmp_path / "out", "train"), questions_of(tmp_path / "out", "rl")
+    assert len(train) == 30 and len(set(train) | set(rl)) == 38
+
+
 def test_rows_keep_their_fields_and_ids(questions, tmp_path):
     run(questions, tmp_path / "out")
     before = {q.text: q for q in read_questions(questions)[:50]}
@@ -118,6 +142,8 @@ def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys)
     [
         (["--test-size", "46"], "--dev-size and --test-size together are 51, but there are only 50 questions"),
         (["--test-size", "45"], "no question is left for train.jsonl"),
+        (["--rl-size", "38"], "no question is left for train.jsonl"),
+        (["--train-size", "30", "--rl-size", "9"], "--rl-size is 9, but there are only 8 questions"),
         (["--train-size", "39"], "--train-size is 39, but there are only 38 questions"),
     ],
 )

@@ -24,6 +24,7 @@ from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
+from r3lite.training.earlier_run import QUESTIONS, demonstrated, question_hash
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -96,6 +97,25 @@ def test_rows_of_one_question_are_not_split_between_training_and_validation(toy,
     assert len(capped[""]) == 4
     _, rows, none = read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
     assert (len(rows[""]), len(none[""])) == (40, 0)
+
+
+def test_a_run_keeps_hashes_of_the_questions_that_it_trains_on(toy, tmp_path):
+    """Not those held out, nor the questions themselves; it is there as soon as the run begins."""
+    rows = [trajectory(i) for i in range(10)]  # of ten questions
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    write_jsonl(tmp_path / "rows.jsonl", [*rows, {"id": "talk", "messages": talk}])
+    output = tmp_path / "run"
+    arguments = [*SHORT, "--validation-fraction", "0.2", "--max-steps", "2", "--output", str(output)]
+    assert sft.main([*toy, *arguments, "--stop-after", "1"]) == 0
+    settings = {"data": str(tmp_path / "rows.jsonl"), "validation_fraction": 0.2}
+    _, trained, held_out = read_data(with_values(sft.SftConfig(), settings))
+    text = (output / QUESTIONS).read_text()
+    assert json.loads(text) == {"hashes": sorted(question_hash(r.question) for r in trained[""] if hasattr(r, "steps"))}
+    assert held_out[""] and len(demonstrated(output)) < 10 and "Where" not in text
+    write_jsonl(tmp_path / "talks.jsonl", [{"id": str(i), "messages": talk} for i in range(4)])
+    talks = [*toy, *SHORT, "--data", str(tmp_path / "talks.jsonl"), "--max-steps", "1"]
+    assert sft.main([*talks, "--output", str(tmp_path / "talks")]) == 0
+    assert not (tmp_path / "talks" / QUESTIONS).exists()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -6,7 +6,7 @@ from r3lite.assembly.answering import build_engine
 from r3lite.core.episode import Episode, Question
 from r3lite.core.files import sweep, write_text
 from r3lite.core.invocation import to_toml
-from r3lite.datasets.collected import Earlier, Tally, config_of
+from r3lite.datasets.collected import Earlier, Tally, config_of, rejections_of
 from r3lite.datasets.demonstrations import write_gold
 from r3lite.datasets.plain_rag import write_plain_rag
 from r3lite.datasets.self_taught import Harvest
@@ -26,7 +26,7 @@ from r3lite.settings import CollectConfig
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
     questions, replies = new_questions(config.data), Path(f"{output}.cache")
-    sweep(output, config_of(output), replies)
+    sweep(output, config_of(output), rejections_of(output), replies)
     opening = OPENINGS[config.collect.baseline]
     protocol = build_protocol(config.protocol, opening)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from r3lite.assembly import answer_round, rl_guidance, rl_setup, teacher
+from r3lite.assembly import answer_round, rl_guidance, rl_questions, rl_setup, teacher
 from r3lite.assembly.answer_round import AnswerSampler
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_guidance import Guidance
@@ -100,6 +100,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
     with ExitStack() as ending, RunFolder("ppo", config, output, (EPISODES,), ranks) as run:
         questions = read_questions_of(config.data, config.mixture)
+        rl_questions.warn_of_questions(config, questions)
         if config.rl.expand_limit and not any(question.gold for question in questions):
             cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
             raise R3LiteError(cause, "Remove it, or train on questions with supporting facts.")

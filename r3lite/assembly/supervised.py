@@ -5,6 +5,7 @@
 
 import time
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
-from r3lite.datasets.trajectories import Row, fingerprint, lengths_of
+from r3lite.datasets.trajectories import Row, Trajectory, fingerprint, lengths_of
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
@@ -32,6 +33,7 @@ from r3lite.protocols.transcript import Layout
 from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop
+from r3lite.training.earlier_run import QUESTIONS, question_hash
 from r3lite.training.metrics import means_by_source, with_perplexity
 from r3lite.training.run_folder import RunFolder
 
@@ -158,9 +160,17 @@ def train(config: SftConfig, ranks: Ranks) -> None:
     data = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
+        if hashes := hashes_of_questions(data[1]):
+            run.notes[QUESTIONS] = {"hashes": hashes}
         trainer = build_trainer(config, *data, ranks)
         if loop.train(run, trainer, spans=trainer.spans):
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
+
+
+def hashes_of_questions(rows: Rows) -> list[str]:
+    """The hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on them."""
+    examples = chain.from_iterable(rows.values())
+    return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 
 
 def build_trainer(

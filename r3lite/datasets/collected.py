@@ -1,5 +1,6 @@
 """What `collect` counts, and its files that a later run goes on with: the output, what was rejected, the settings."""
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from typing import Any
 from r3lite.core.command import refuse_another_run
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, recover_jsonl
+from r3lite.core.files import check_writable, read_jsonl, recover_jsonl
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 # What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.
-REJECTIONS = {"teacher": {"id", "reason"}, "self": {"id", "reasons"}}
+REJECTIONS = {"gold": {"id", "reason", "source"}, "teacher": {"id", "reason"}, "self": {"id", "reasons"}}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Tally:
     kept: int = 0
     kept_earlier: int = 0  # by runs that this one continues
     rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
+    rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
     gold: int = 0  # gold paragraphs that they need
     found: int = 0  # of those, how many the retriever found itself
@@ -41,6 +43,10 @@ class Tally:
     def keep(self, steps: int, gold: int, found: int) -> None:
         self.kept, self.steps = self.kept + 1, self.steps + steps
         self.gold, self.found = self.gold + gold, self.found + found
+
+    def reject(self, question: Question, reason: str) -> None:
+        self.rejected[reason] += 1
+        self.rejections.append({"id": question.id, "reason": reason, "source": "gold"})
 
     def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
         """Counts a trajectory of which all documents were retrieved."""
@@ -69,16 +75,21 @@ def ids(records: list[dict]) -> set[str]:
     return {str(record["id"]) for record in records}
 
 
+def rejected_ids(output: Path) -> set[str]:
+    """The ids of the questions that `collect` rejected when it wrote a file; none if that is not known."""
+    path = rejections_of(output)
+    with contextlib.suppress(R3LiteError):
+        if path.is_file():
+            return {str(record.values["id"]) for record in read_jsonl(path) if "id" in record}
+    return set()
+
+
 def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     """What an earlier run into the same file has done. Refuses a file that this run may not go on writing.
 
     Gold trajectories are written all at once, so a file with anything in it is not this run's. Other runs go on with
     their own file only: the settings that they had are kept in `<output>.config.toml`.
     """
-    if source == "gold":
-        if output.exists() and output.stat().st_size:
-            raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
-        return Earlier([], [])
 
     def is_kept(record: dict) -> bool:
         return "id" in record and "steps" in record and record.get("source") == source
@@ -86,6 +97,11 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     def is_rejected(record: dict) -> bool:
         return record.keys() == REJECTIONS[source] and isinstance(record.get("reasons", {}), dict)
 
+    if source == "gold":
+        if output.exists() and output.stat().st_size:
+            raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
+        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", known=False)
+        return Earlier([], [])
     settings, files = config_of(output), (output, rejections_of(output))
     if known := settings.exists() and any(path.exists() and path.stat().st_size for path in files):
         refuse_another_run(settings, "collect", config, output, MORE)

@@ -21,7 +21,7 @@ from r3lite.core.answer_match import VERDICTS, normalize, stands_in
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, Step, folded, retrieve_all
 from r3lite.core.files import write_jsonl
 from r3lite.datasets import gold
-from r3lite.datasets.collected import Tally
+from r3lite.datasets.collected import Tally, rejections_of
 from r3lite.datasets.gold import compared, queries, used
 from r3lite.datasets.hops import name_of
 from r3lite.datasets.teacher import WITHOUT_SEARCH
@@ -37,7 +37,8 @@ QUOTED = 600  # most characters that a step quotes: a step must fit into a turn 
 def write_gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition whose hops the retriever finds."""
+    """Writes a trajectory for every question with a decomposition whose hops the retriever finds, and before that the
+    ids of the other questions to `<output>.rejected.jsonl`."""
     tally, usable, written = Tally(len(questions)), [], []
     by_evidence = config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans
     for question in questions:
@@ -47,19 +48,23 @@ def write_gold(
             idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
             reason = WITHOUT_SEARCH if idle else check_steps(steps, protocol)
         if reason:
-            tally.rejected[reason] += 1
+            tally.reject(question, reason)
         else:
             usable.append(question)
     if by_evidence:
         for made in demonstrate(usable, retrieve, config.lengths):
             steps = gold.verified(made.question, made.steps, protocol)
             if reason := made.rejected or check_steps(steps, protocol):
-                tally.rejected[reason] += 1
+                tally.reject(made.question, reason)
                 continue
             written.append(Trajectory.of(made.question, steps, "gold"))
             tally.keep_retrieved(made.question, steps)
     else:
         written = by_sub_questions(config, usable, protocol, retrieve, tally)
+    if tally.rejections:
+        write_jsonl(rejections_of(output), tally.rejections)
+    else:
+        rejections_of(output).unlink(missing_ok=True)  # of a run that was killed before it wrote the trajectories
     write_jsonl(output, (t.to_json() for t in written))
     return tally
 
@@ -89,7 +94,7 @@ def by_sub_questions(
     written = []
     for i, (q, documents) in enumerate(zip(questions, documents_of, strict=True)):
         if i in rejected:
-            tally.rejected[rejected[i]] += 1
+            tally.reject(q, rejected[i])
             continue
         draw = random.Random(f"{config.common.seed}/{q.id}/hurried").random()
         asked = gold.hasty(q) if draw < config.collect.hurried_share and len(q.hops) > 1 else q

@@ -38,10 +38,27 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     left = [question for question in own if question not in set_apart]
     if other is not None and len(left) < len(own):
         print(f"{len(own) - len(left)} questions of --data are held out of train.jsonl", file=sys.stderr)
-    train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size is")
+    train, rl = drawn_to_train(stream, left, sizes)
+    parts = {"train": [own[question] for question in train], "dev": dev, "test": test}
+    return parts | ({"rl": [own[question] for question in rl]} if rl else {})
+
+
+def drawn_to_train(stream: random.Random, left: list[str], sizes: PrepareSettings) -> tuple[list[str], list[str]]:
+    """The questions of train.jsonl, and those of rl.jsonl, none of which is in train.jsonl.
+
+    train.jsonl is drawn first: --rl-size adds a file and changes no other, unless train.jsonl has all other questions.
+    """
+    rl_size = sizes.rl_size or 0
+    train = left
+    if sizes.train_size is not None:
+        train = sampled(stream, left, sizes.train_size, "--train-size is")
+    elif rl_size:
+        train = sampled(stream, left, max(0, len(left) - rl_size), "")
     if not train:
-        raise R3LiteError("no question is left for train.jsonl", "Lower --dev-size or --test-size.")
-    return {"train": [own[question] for question in train], "dev": dev, "test": test}
+        raise R3LiteError("no question is left for train.jsonl", "Lower --dev-size, --test-size or --rl-size.")
+    others = set(left).difference(train)
+    rest = [question for question in left if question in others]
+    return train, sampled(stream, rest, rl_size, "--rl-size is")
 
 
 def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:

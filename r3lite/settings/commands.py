@@ -19,6 +19,9 @@ class PrepareSettings(Section):
     """source of --dev-size and --test-size; default: the validation split of a known data set, else --data"""
     train_size: Count | None = None
     """training questions, sampled with --seed; none: all"""
+    rl_size: Count | None = None
+    """further training questions, in rl.jsonl: for RL of an adapter that has learned from train.jsonl and knows its
+    answers; none: no such file"""
     dev_size: Count = 300
     """questions for validation during training, as for --eval-data"""
     test_size: Count = 500

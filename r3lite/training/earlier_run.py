@@ -1,14 +1,20 @@
 """What is known of the run that made an adapter, or a model of full fine-tuning, from its run folder."""
 
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any
 
+from r3lite.core.answer_match import normalize
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record
 from r3lite.core.invocation import load_toml
 from r3lite.training import checkpoint, metrics
 from r3lite.training.run_folder import CONFIG
+
+QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
+DIGITS = 16  # of a hash, hexadecimal: of a million questions two are alike with a probability of 3e-8
 
 
 def sft_epochs(adapter: str | Path) -> float | None:
@@ -35,6 +41,28 @@ def settings_of(adapter: str | Path) -> dict[str, Any]:
             if isinstance(table, dict):
                 return table
     return {}
+
+
+def question_hash(text: str) -> str:
+    """Tells whether a question is known without keeping it; alike for questions that differ in case or punctuation."""
+    return hashlib.sha256(normalize(text).encode()).hexdigest()[:DIGITS]
+
+
+def demonstrated(adapter: str | Path) -> set[str]:
+    """The hashes of the questions whose demonstrations an adapter has learned, in its own run of SFT and in those of
+    the adapters that it was trained on from; those that are not known are left out."""
+    hashes: set[str] = set()
+    visited: set[Path] = set()
+    run, _ = _run_and_step(adapter)
+    while run not in visited:
+        visited.add(run)
+        with contextlib.suppress(R3LiteError):
+            hashes.update(read_record(run / QUESTIONS, "").texts("hashes"))
+        earlier = settings_of(adapter).get("adapter")
+        if isinstance(earlier, str) and earlier != "none":
+            adapter = earlier
+            run, _ = _run_and_step(adapter)
+    return hashes
 
 
 def made_by_run(model: str, adapter: str | None) -> str | None:

@@ -43,6 +43,7 @@ class RunFolder:
         self.saved_step = 0
         self.best: int | None = None  # step of a checkpoint that stays, however old it is
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
+        self.notes: dict[str, Any] = {}  # further JSON files by name, which are written when the run begins
         self._held = contextlib.ExitStack()
         opened = ranks.shared(lambda: self._opened(default))
         self.output, self.elsewhere, self.source, self.loaded = opened
@@ -121,6 +122,8 @@ class RunFolder:
         # The config to go on with: it names this folder, and not how this process was started.
         whole = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
         write_text(self.output / CONFIG, to_toml(whole, self.command))
+        for name, value in self.notes.items():
+            write_json(self.output / name, value)
         for log, records in logs.items():
             write_jsonl(self.output / log, records)
 

@@ -1,0 +1,53 @@
+"""Warns if the questions of RL are not of natural difficulty for the adapter to start from.
+
+It answers the questions of its demonstrations from memory, and the questions that `collect` rejected are mostly those
+that no search answers: neither teaches it to search.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3lite.core.episode import Question
+from r3lite.datasets.collected import rejected_ids
+from r3lite.settings import PpoConfig
+from r3lite.training.earlier_run import demonstrated, made_by_run, question_hash
+
+MOSTLY = 0.5  # a larger share of the questions is told
+REMEDY = "train on the rl.jsonl of `prepare --rl-size N`, or on one half of the questions and demonstrate the other"
+
+
+def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
+    """Warns of questions that the adapter has mostly learned, or that `collect` has mostly rejected."""
+    for message in (learned(config, questions), rejected(config, questions)):
+        if message:
+            print(f"warning: {message}: {REMEDY}", file=sys.stderr)
+
+
+def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
+    """That most questions are those of the adapter's demonstrations, or ""; nothing is said of an adapter of which its
+    questions are not known."""
+    adapter = made_by_run(config.model.model, config.model.adapter)
+    if adapter is None:
+        return ""
+    hashes = demonstrated(adapter)
+    count = sum(question_hash(question.text) in hashes for question in questions)
+    if count <= MOSTLY * len(questions):
+        return ""
+    return f"{adapter} has learned demonstrations of {count} of the {len(questions)} questions and may know the answers"
+
+
+def rejected(config: PpoConfig, questions: Sequence[Question]) -> str:
+    """That --exclude leaves mostly questions that `collect` rejected when it wrote the files of --exclude, or ""."""
+    ids: set[str] = set()
+    for file in config.data.exclude or ():
+        ids |= rejected_ids(Path(file))
+    count = sum(own_id(question) in ids for question in questions)
+    if count <= MOSTLY * len(questions):
+        return ""
+    return f"`collect` could make no demonstration of {count} of the {len(questions)} questions that --exclude leaves"
+
+
+def own_id(question: Question) -> str:
+    """The id of a question in its file: without the name of its source, if there are several (read_questions_of)."""
+    return question.id.removeprefix(f"{question.source}/") if question.source else question.id
