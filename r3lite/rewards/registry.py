@@ -48,7 +48,7 @@ REWARDS: dict[str, RewardFunction] = {
         tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
     )
 }  # fmt: skip
-# Those that pay for the answer. A user's own function may, too; of no other is it known.
+# The built-in rewards for the answer itself. A user's own function counts as one, too: it may well be.
 ANSWERS = (
     answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
     answers.hop_weighted, judged.judged_answer, tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
@@ -70,7 +70,7 @@ class NamedReward:
 
     @property
     def pays_answer(self) -> bool:
-        """Whether it pays for the answer, as far as is known: a user's own function may."""
+        """Whether it counts as a reward for the answer."""
         return self.weight != 0 and (self.function in ANSWERS or ":" in self.name)
 
     def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
