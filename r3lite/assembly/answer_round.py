@@ -5,6 +5,7 @@ read the same documents, so that the luck of retrieval is not in their rewards. 
 help in arXiv 2505.13258 and 2503.12759.
 """
 
+import math
 import statistics
 from dataclasses import dataclass, field, replace
 
@@ -75,7 +76,11 @@ class AnswerSampler(RoundSampler):
         return AnswerRound(ends, scored.scored, groups, kept=mixed, extra_metrics=metrics, drawn=drawn)
 
     def _drawn(self, number: int) -> list[Sequence]:
-        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed."""
+        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed.
+
+        Questions are drawn a few times, each time as many as the share of contexts so far makes necessary: episodes
+        that are sampled together take hardly longer than one.
+        """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
         questions, seeds = self.order.of_round(number, size)
@@ -87,8 +92,9 @@ class AnswerSampler(RoundSampler):
             if count >= size or len(drawn) >= most:
                 break
             attempt += 1
+            needed = math.ceil((size - count) * len(drawn) / max(count, 1))
             used = {sequence.question.id for sequence in drawn}
-            questions, seeds = self.order.of_refill(number, attempt, size, used)
+            questions, seeds = self.order.of_refill(number, attempt, min(needed, most - len(drawn)), used)
         if not count:
             cause = (
                 f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
