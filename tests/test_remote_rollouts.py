@@ -217,6 +217,7 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
     [
         (["--importance-cap", "none"], "--max-staleness 1 needs an --importance-cap"),
         (["--algorithm", "exgrpo"], "--max-staleness 1 does not work with exgrpo, which replays"),
+        (["--kl-budget", "0.001"], "--max-staleness 1 does not work with --kl-budget, which measures the last update"),
         (["--eval-data", str(WORLD / "dev.jsonl")], "pass --guard warn"),
     ],
 )

@@ -102,6 +102,13 @@ def _moment_bytes(w: Workload) -> int:
     return w.model.num_hidden_layers * layer
 
 
+def copy_bytes(w: Workload) -> int:
+    """A copy of the adapter's weights and moments, each tensor for itself: see training/kl_budget.py."""
+    shapes = linears(w.model)
+    layer = sum(rounded(4 * w.lora_r * side) for name in w.targets for side in shapes[name])
+    return w.model.num_hidden_layers * layer + _moment_bytes(w)
+
+
 def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     """How many numbers each tensor of a layer has, of all layers, and each of the others."""
     shapes, C = linears(m), m.hidden_size
@@ -122,7 +129,7 @@ def standing(w: Workload, memory: Memory) -> Parts:
     parts = {"weights": weight_bytes(w, memory.nf4, memory.stream_layers), "adapters": adapter_bytes(w) * w.adapters}
     parts |= {"optimizer": _moment_bytes(w)} if w.trains else {}
     if w.keeps_step and not w.on_cuda:  # elsewhere host and device are the same memory
-        parts["copy"] = adapter_bytes(w) + parts["optimizer"]
+        parts["last updates"] = 2 * copy_bytes(w)  # as a round is undone if it is interrupted, the one before it too
     return parts
 
 

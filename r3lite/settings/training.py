@@ -124,7 +124,7 @@ class GuardSettings(Section):
     """entropy down by this factor"""
     guard_right_likelihood: NonNegative | None = 0.2
     """drop in mean log-probability per token of correct episodes, in nats"""
-    guard_kl: NonNegative | None = 1.0
+    guard_kl: NonNegative | None = 0.1
     """KL divergence from the reference, in nats per token"""
     guard_variance: Fraction | None = 0.95
     """share of groups whose answers are all rewarded alike, while the reward is below its best"""

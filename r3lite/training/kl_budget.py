@@ -29,7 +29,9 @@ MOST_SCALE = 4.0  # rounds without rewards do not move the policy, and would rai
 TAKEN_BACK_FACTOR = 16.0  # the scale falls by at most this after an update that was taken back, and by 2 at least
 LIMIT, FIRST_LIMIT = 2.0, 0.25  # an update is taken back above LIMIT times what the plan allows, and this of the target
 SURE = 1.0  # standard errors over questions, by which the KL must be above that
-LEAST_LEFT = 0.25  # of the planned path: where the budget is spent, the policy goes on learning slowly
+# What is left of the path, as multiples of what was planned for the remaining rounds: where the budget is spent, the
+# policy goes on learning slowly, and what was saved is not spent in a few long steps at the end.
+LEAST_LEFT, MOST_LEFT = 0.25, 2.0
 MOST_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
 WEIGHTS, MOMENTS = "weights/", "moments/"  # what the names of the copied tensors begin with
 
@@ -114,6 +116,7 @@ class KlBudget:
         moments = {k.removeprefix(MOMENTS): x for k, x in self.before.items() if k.startswith(MOMENTS)}
         optim.load_state_tensors(self.optimizer, moments)
         self.before = {}
+        self._set_rate()
 
     def _slope(self) -> float:
         """Distance from the reference per unit of path; 0 as long as nothing is known of it."""
@@ -125,7 +128,8 @@ class KlBudget:
         if not slope:
             return MOST_SCALE
         reach = math.sqrt(self.target) / slope
-        left = max(reach - self.path, LEAST_LEFT * reach * sum(remaining) / sum(self.rates))
+        planned = reach * sum(remaining) / sum(self.rates)
+        left = min(max(reach - self.path, LEAST_LEFT * planned), MOST_LEFT * planned)
         return left / sum(remaining)
 
     def _set_rate(self) -> float:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,6 +255,10 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
     optimizer.step()
     moments = [t for state in optimizer.state.values() for t in state.values()]
     assert held(moments) == planner.standing(w, Memory(quantize))["optimizer"]
+    copies = [t.detach().clone() for t in (*adapter, *moments)]
+    kept = replace(w, keeps_step=True)
+    assert 2 * held(copies) == planner.standing(kept, Memory(quantize))["last updates"]
+    assert "last updates" not in planner.standing(w, Memory()) | planner.standing(replace(kept, on_cuda=True), Memory())
 
     with LiveTensors() as counter:
         c, weight = model.config, model.head_weight

@@ -42,6 +42,10 @@ def test_workloads_follow_the_settings():
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
+        assert not w.keeps_step
+    rl = RLSettings(algorithm="grpo", kl_beta=0.0, kl_budget=0.001)
+    w = workloads.rl_workload(PpoConfig(model=replace(model, adapter="run"), rl=rl), critic=False)
+    assert (w.scores, w.adapters, w.keeps_step) == (True, 2, True)
     assert nf4.BLOCK == 64 and not planner.weight_bytes(w, True) > planner.weight_bytes(w, False)
 
 

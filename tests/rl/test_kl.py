@@ -1,6 +1,7 @@
 """The KL divergence: where it enters, by which estimator, and a weight that follows a target."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.base import KlFactor
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.learner import kl_on_policy
 from r3lite.settings import LengthSettings
 from tests.rl.conftest import moved, paper
 
@@ -95,3 +98,54 @@ def test_the_estimate_is_taken_off_the_reward(batch, setup, algorithm, estimate)
 def test_k1_in_a_loss_is_refused(algorithm):
     with pytest.raises(UsageError, match=r"k1 has a mean gradient of 0 in the loss .*: pass k2 or k3"):
         ALGORITHMS[algorithm](paper(algorithm, kl_beta=0.1, kl_estimator="k1"), LengthSettings())
+
+
+class Told:
+    """A budget that accepts or not, and notes what it was told."""
+
+    def __init__(self, answer: bool):
+        self.answer, self.told, self.metrics = answer, [], {"kl_budget/scale": 0.5}
+
+    def accepts(self, kl: float, error: float) -> bool:
+        self.told.append((kl, error))
+        return self.answer
+
+
+def test_the_kl_of_a_round_and_its_error_over_questions_by_hand():
+    """k3 of d = 0 is 0, of d = log 2 it is 1/2 + log 2 - 1 = 0.19315, of d = -log 2: 2 - log 2 - 1 = 0.30685.
+
+    Question 0 has three tokens and 0.5 in sum, question 1 one token and 0.19315: the mean is 0.69315 / 4 = 0.17329. The
+    squares of 0.5 - 3 * 0.17329 and 0.19315 - 0.17329 add up to 2 * 0.01986^2; twice that, its root, by 4: 0.00993.
+    """
+    log2 = math.log(2)
+    rollouts = [
+        Rollout([1, 2, 3], [False, True, True], [-1.0, -2.0], [0.0, 0.0], [(2, 1.0)], group=0),
+        Rollout([1, 2], [False, True], [-1.0], [0.0], [(1, 1.0)], group=0),
+        Rollout([1, 2], [False, True], [-1.0], [0.0], [(1, 1.0)], group=1),
+        Rollout([1, 2], [False, True], [-9.0], [0.0], [(1, 1.0)], group=1, off_policy=True),
+    ]
+    batch = Batch.of(rollouts)
+    reference = torch.tensor([[5.0, -1.0, -2.0 + log2], [5.0, -1.0 - log2, 0], [5.0, -1.0 - log2, 0], [0, 0, 0]])
+    mean, error = kl_on_policy(replace(batch, reference=reference))
+    assert (mean, error) == pytest.approx((0.17329, 0.00993), abs=1e-5)
+    assert kl_on_policy(replace(batch, reference=reference).rows([0, 1]))[1] == math.inf
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce++-baseline"])
+def test_with_a_budget_the_kl_is_measured_before_the_update_even_if_it_is_not_punished(batch, setup, algorithm):
+    made = setup(algorithm, kl_beta=0.0, kl_budget=0.01)
+    made.learner.budget = Told(True)
+    reference = made.learner.reference_logprobs(batch)
+    measured = made.learner.learn(batch, "seed")
+    wanted = losses.k3_kl(batch.logprobs, reference)[batch.action_mask].mean()
+    assert made.learner.budget.told[0][0] == pytest.approx(float(wanted), rel=1e-4)
+    assert measured["kl"] > 0 and measured["kl_budget/scale"] == 0.5
+    plain = setup(algorithm, kl_beta=0.0)
+    assert "kl" not in plain.learner.learn(batch, "seed")
+    assert all(torch.equal(one, other) for one, other in zip(made.steps, plain.steps, strict=True)) and plain.steps
+
+
+def test_nothing_is_learned_from_episodes_of_an_update_that_was_taken_back(batch, setup):
+    made = setup("grpo", kl_budget=0.01)
+    made.learner.budget = Told(False)
+    assert made.learner.learn(batch, "seed") == {"kl_budget/scale": 0.5} and made.steps == []

@@ -57,7 +57,7 @@ LIMITS = [
     ("guard_repetition", {"completions/repeated_ngrams": 0.66}, {"completions/repeated_ngrams": 0.64}),
     ("guard_entropy_rise", {"entropy": 1.21}, {"entropy": 1.19}),
     ("guard_entropy_fall", {"entropy": 0.0059}, {"entropy": 0.0061}),
-    ("guard_kl", {"kl": 1.01}, {"kl": 0.99}),
+    ("guard_kl", {"kl": 0.101}, {"kl": 0.099}),
     ("guard_right_likelihood", {"logps/right": -0.26}, {"logps/right": -0.24}),
     ("guard_variance", {"frac_reward_zero_std": 1.0, "reward": 0.3}, {"frac_reward_zero_std": 0.9, "reward": 0.3}),
 ]

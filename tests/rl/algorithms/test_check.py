@@ -89,6 +89,8 @@ def test_a_file_counts_as_asked_for(tmp_path):
     ("flags", "says"),
     [
         ("--kl-beta 0 --kl-target 0.1", "--kl-target needs a --kl-beta above 0"),
+        ("--kl-budget 0.001 --kl-target 0.1", "--kl-target and --kl-budget would both steer the same KL"),
+        ("--algorithm dgpo --teacher-logprobs a --kl-budget 0.001", "pass --teacher, or no --kl-budget"),
         ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 has a mean gradient of 0 in the loss of grpo"),
         ("--importance-cap 2", "also needs --old-logprobs trainer"),
         *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1, but {name.upper()} compares episodes")
@@ -106,6 +108,8 @@ def test_contradictions_are_refused_with_the_reason(flags, says):
     "flags",
     [
         "--kl-target 0.1",
+        "--kl-beta 0 --kl-budget 0.001",
+        "--algorithm dgpo --teacher a --kl-budget 0.001",
         "--algorithm gspo --importance-cap 2",
         "--old-logprobs trainer --importance-cap 2",
         "--algorithm grpo --kl-estimator k2",
