@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from r3lite.exporting.chats import QUESTION, SWITCH, opening
+from r3lite.exporting.chats import QUESTION, SWITCH, TEMPLATE, opening
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -73,7 +73,11 @@ def _scores(scores: Mapping[str, dict]) -> str:
 def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     if facts.file is None:
         return _transformers(facts, messages, tokenizer)
-    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the base; prompt as above"]
+    dated = ""
+    if tokenizer.template.has_clock:
+        dated = f" --jinja --chat-template-file {TEMPLATE}"
+    use = "# llama.cpp; BASE.gguf is the base; prompt as above"
+    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv{dated}   {use}"]
     if facts.merged:
         lines = ["ollama create my-model -f Modelfile   # in this folder", f'ollama run my-model "{QUESTION}"']
         lines.append(f"llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself")
@@ -84,18 +88,21 @@ def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Token
     *before, last = messages
     given = "".join(f"    {message!r},\n" for message in before)
     imported, base, which = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
-    thinking = ends = ""
+    thinking = ends = template = ""
     if not facts.merged:  # tokenizer, template and the token at the end of texts are the base's
         imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
         base, which = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
         ends = f", eos_token_id={tokenizer.stop_id}"
         if SWITCH in tokenizer.template.source:
             thinking = f", {SWITCH}={tokenizer.template.variables[SWITCH]}"
+        if tokenizer.template.has_clock:
+            reading = f'open(f"{{folder}}/{TEMPLATE}", encoding="utf-8").read()'
+            template = f"\ntokenizer.chat_template = {reading}  # the base's writes today's date"
     return f"""```python
 {imported}
 
 folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained({base})
+tokenizer = AutoTokenizer.from_pretrained({base}){template}
 model = {"AutoModelForCausalLM" if facts.merged else "AutoPeftModelForCausalLM"}.from_pretrained(folder)
 prompt = {last["content"]!r}
 messages = [

@@ -22,6 +22,9 @@ ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are {{ 'kind' }}.<|im_end|>\n{% endif %}"
 NO_THOUGHT = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 THINKING = TURNS + ASKED.replace("{% endif %}", NO_THOUGHT + "{% endif %}")
+TODAY = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}.<|im_end|>\n"
+DATED = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}{% set day = '1 May 2023' %}"
+DATED += "{% endif %}<|im_start|>system\nToday is {{ day }}.<|im_end|>\n"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 TEMPLATES = {
     "default system": DEFAULT + TURNS + ASKED,
@@ -29,6 +32,8 @@ TEMPLATES = {
     "thinking": THINKING,
     "no system": NO_SYSTEM + TURNS + ASKED,
     "in a file": DEFAULT + TURNS + ASKED,
+    "today": TODAY + TURNS + ASKED,
+    "today or a date": DATED + TURNS + ASKED,
 }
 
 
@@ -140,6 +145,35 @@ def test_thoughts_are_as_in_the_run(base, exported, tmp_path):
     (tmp_path / "run" / "config.toml").write_text('[sft]\nthinking = "on"\n', encoding="utf-8")
     status, output = exported(folder, "adapter", "--adapter", run)
     assert status == 0 and "enable_thinking=True\n)" in (output / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("kind", "day"), [("today", "26 Jul 2024"), ("today or a date", "1 May 2023")])
+def test_an_adapter_alone_brings_the_date_of_the_training(base, exported, tmp_path, kind, day):
+    """The base's template writes today's date, so that no prompt of another program was one of the training."""
+    folder = base(TEMPLATES[kind])
+    run = adapter(folder, tmp_path)
+    messages = [{"role": "user", "content": "Who?"}]
+    trained = Tokenizer.load(folder).chat(messages, prompt=True)[0]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for form in ("adapter", "gguf-adapter"):
+        status, output = exported(folder, form, "--adapter", run)
+        card = (output / "README.md").read_text(encoding="utf-8")
+        assert status == 0 and "chat_template.jinja" in card
+        theirs.chat_template = (output / "chat_template.jinja").read_text(encoding="utf-8")
+        assert day in theirs.chat_template
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert ids == trained
+
+
+@pytest.mark.parametrize("kind", ["today", "today or a date"])
+def test_the_check_of_an_export_has_another_date_than_the_training(base, kind):
+    """It had no clock, and so did not see that other programs write today's date: 88 tokens, not 84."""
+    folder = base(TEMPLATES[kind])
+    protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt"))
+    messages = chats.opening(Tokenizer.load(folder), protocol, chats.QUESTION)
+    with pytest.raises(R3LiteError, match=r"would build the prompt .*Today is 04 Dec 2031"):
+        chats.check_folder(folder, messages, prompt(folder))
 
 
 def test_format_and_prompts_are_those_of_the_run_unless_others_are_asked_for(base, exported, tmp_path, capsys):
