@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from r3lite.exporting.chats import QUESTION, SWITCH, TEMPLATE, opening
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
 FIRST_QUERY = "This writes the first query only; retrieving the documents is up to you."
@@ -87,10 +88,13 @@ def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> 
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     *before, last = messages
     given = "".join(f"    {message!r},\n" for message in before)
-    imported, base, which = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
+    reader = "AutoTokenizer"
+    imported, base, which = f"from transformers import AutoModelForCausalLM, {reader}", "folder", "--model FOLDER"
     thinking = ends = template = ""
     if not facts.merged:  # tokenizer, template and the token at the end of texts are the base's
-        imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        if tokenizer.other_class:
+            reader = FOLLOWS_THE_FILE
+        imported = f"from peft import AutoPeftModelForCausalLM\nfrom transformers import {reader}"
         base, which = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
         ends = f", eos_token_id={tokenizer.stop_id}"
         if SWITCH in tokenizer.template.source:
@@ -102,7 +106,7 @@ def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Token
 {imported}
 
 folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained({base}){template}
+tokenizer = {reader}.from_pretrained({base}){template}
 model = {"AutoModelForCausalLM" if facts.merged else "AutoPeftModelForCausalLM"}.from_pretrained(folder)
 prompt = {last["content"]!r}
 messages = [

@@ -14,7 +14,8 @@ from r3lite.core.records import Record, Source
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.tokenizer_files import chat_template, special_tokens
+from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
+from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
 SWITCH = "enable_thinking"  # of some templates
@@ -56,6 +57,8 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     ids, tokens = {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}, tokenizer.special_tokens
     ends = list(dict.fromkeys([tokenizer.stop_id, *theirs]))
     made: dict[str, Any] = {CONFIG: ids, GENERATION: ids | {"eos_token_id": ends}, TOKENIZER: dict(tokens)}
+    if tokenizer.other_class:
+        made[TOKENIZER]["tokenizer_class"] = FOLLOWS_THE_FILE
     if (folder / SPECIAL).is_file():
         made[SPECIAL] = tokens
     if (folder / TEMPLATE).is_file():
@@ -71,9 +74,12 @@ def another_day(format: str) -> str:
 
 
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """`check` of what transformers makes of a model folder, on another day."""
+    """`check` of what transformers makes of a model folder, on another day and by its own tokenizer class."""
     config = read_record(folder / TOKENIZER, "")
-    definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    record = read_record(folder / "tokenizer.json", "")
+    definition = json.dumps(record.values)
+    if other := other_class(folder, record, probe()):
+        raise R3LiteError(f"{folder}: transformers splits text by its {other}, not as the training did", REMEDY)
     source = chat_template(folder, config)
     template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
     check(str(folder), definition, template.render(messages, prompt=True), ids)

@@ -6,11 +6,11 @@ steps) is always encoded as plain text: a document with `<|im_end|>` in it canno
 
 import json
 import re
+import sys
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from unicodedata import combining, is_normalized
 
 from tokenizers import Tokenizer as Backend
 
@@ -18,23 +18,21 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
 from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
-from r3lite.protocols.tokenizer_files import REMEDY, SPECIAL, chat_template, check_ids, library_errors, special_tokens
+from r3lite.protocols.tokenizer_classes import other_class
+from r3lite.protocols.tokenizer_files import (
+    REMEDY,
+    SPECIAL,
+    chat_template,
+    check_ids,
+    library_errors,
+    probe,
+    special_tokens,
+)
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 THOUGHT_ENDS = (THINK, THOUGHT_END)
 Messages = Sequence[dict[str, str]]  # of `role` and `content`
-
-
-def _probe() -> str:
-    """A text that a tokenizer must give back as it was.
-
-    It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
-    SmolLM2's vocabulary leaves out; and no character that NFC changes.
-    """
-    places = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
-    characters = (char for char in map(chr, places) if is_normalized("NFC", char) and not combining(char))
-    return '\t"Blue Harbor" (1987):' + "".join(characters)
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
@@ -51,8 +49,11 @@ class Tokenizer:
 
     `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id`, of the token `stop`, ends an
     assistant turn, `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space.
-    `opens_thought` says that its turn begins inside a thought (`<think>`).
+    `opens_thought` says that its turn begins inside a thought (`<think>`). `other_class` is that of transformers if it
+    gives other tokens.
     """
+
+    other_class: str | None = None
 
     def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
         """From the text of a `tokenizer.json` that has the template's special tokens."""
@@ -129,15 +130,20 @@ class Tokenizer:
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
         template = ChatTemplate(source, str(folder), tokens, thinking == "on")
-        probe = _probe()
+        text = probe()
         with library_errors(path):
             tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
-            given_back = tokenizer.decode(tokenizer.encode(probe))
+            given_back = tokenizer.decode(tokenizer.encode(text))
         check_ids(record, tokenizer._marked)
-        if given_back != probe:
+        if given_back != text:
             remedy = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
             raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy)
         tokenizer._check_probes()
+        with library_errors(path):
+            tokenizer.other_class = other_class(folder, record, text)
+        if tokenizer.other_class:
+            what = f"transformers 5 splits the text of {folder} by its {tokenizer.other_class}"
+            print(f"warning: {what}, so its tokens differ; r3lite follows {path.name}", file=sys.stderr)
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
             thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]

@@ -176,6 +176,45 @@ def test_the_check_of_an_export_has_another_date_than_the_training(base, kind):
         chats.check_folder(folder, messages, prompt(folder))
 
 
+def split_into_letters(folder) -> None:
+    """A rule that Qwen2's tokenizer class does not have."""
+    path = folder / "tokenizer.json"
+    definition = json.loads(path.read_text(encoding="utf-8"))
+    words, _ = definition["pre_tokenizer"]["pretokenizers"]
+    words["pattern"] = {"Regex": r"\p{L}"}
+    path.write_text(json.dumps(definition), encoding="utf-8")
+
+
+def test_a_folder_that_transformers_splits_in_another_way_is_refused(base, exported, tmp_path, capsys):
+    """For qwen2 it ignores the file's rule, whatever is written; an adapter's card has a class that does not."""
+    folder = base()
+    split_into_letters(folder)
+    status, output = exported(folder, "folder")
+    message = capsys.readouterr().err
+    assert status == 1 and not output.exists()
+    assert "transformers splits text by its Qwen2Tokenizer, not as the training did" in message
+    status, output = exported(folder, "adapter", "--adapter", adapter(folder, tmp_path))
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert status == 0 and "import PreTrainedTokenizerFast" in card
+    assert "tokenizer = PreTrainedTokenizerFast.from_pretrained(" in card
+
+
+def test_an_export_names_the_class_that_follows_its_file(base):
+    """Other types than qwen2 take the class that the folder names."""
+    folder = base(tokenizer_class="Qwen2Tokenizer")
+    split_into_letters(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"model_type": "qwen3"}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.load(folder)
+    written = chats.changes(folder, tokenizer)["tokenizer_config.json"]
+    assert tokenizer.other_class == "Qwen2Tokenizer" and written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        "tokenizer_class"
+        not in chats.changes(resolve_folder("tiny"), Tokenizer.load(resolve_folder("tiny")))["tokenizer_config.json"]
+    )
+
+
 def test_format_and_prompts_are_those_of_the_run_unless_others_are_asked_for(base, exported, tmp_path, capsys):
     folder = base()
     run = adapter(folder, tmp_path, format="tags", system_prompt="Search twice.", init_prompt="none")
