@@ -56,7 +56,8 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
     if merged and settings.adapter:
         lora.merge_adapter(model, TRAINED)
-    facts = Facts(settings.model, settings.weights, file, merged, bool(trained), run, settings.license, scores)
+    base, on_hub = weights.public_name(settings.model)
+    facts = Facts(base, on_hub, settings.weights, file, merged, bool(trained), run, settings.license, scores)
     place = output.resolve()
     made = place.with_name(f".{place.name}.new{PART}") / place.name
     try:
@@ -122,7 +123,8 @@ def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: 
         chats.write_dated(output, tokenizer)
     elif form == "adapter":
         fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
-        lora.save_adapter(model, TRAINED, output, settings.model, fingerprint, dtype)
+        base, _ = weights.public_name(settings.model)
+        lora.save_adapter(model, TRAINED, output, base, fingerprint, dtype)
         chats.write_dated(output, tokenizer)
         thinking = tokenizer.template.variables[chats.SWITCH]
         chats.check_adapter(output, base=folder, thinking=thinking, messages=messages, ids=prompt)

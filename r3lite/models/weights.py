@@ -30,6 +30,7 @@ from r3lite.models.stacks import StackMemory
 from r3lite.models.streaming import EMBEDDING, HEAD, HostLayers, LayerStream
 from r3lite.models.tensor_files import opened
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Written by old exporters; computed here.
@@ -54,7 +55,7 @@ def resolve_folder(model: str) -> Path:
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+    if not HUB_ID.fullmatch(model):
         raise R3LiteError(f"no such model folder: {model}", "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.")
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
@@ -68,6 +69,14 @@ def resolve_folder(model: str) -> Path:
             "Check the name and the connection, or copy the model's config.json, tokenizer.json, tokenizer_config.json "
             "and *.safetensors to a folder and pass --model FOLDER. --model tiny needs no download.",
         ) from error
+
+
+def public_name(model: str) -> tuple[str, bool]:
+    """What others may read of a --model, and whether it is a hub id; of a path here only the last part."""
+    path = Path(os.path.expanduser(model))
+    if HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.is_dir():
+        return model, True
+    return path.resolve().name, False
 
 
 def fingerprint(folder: str | Path) -> str | None:

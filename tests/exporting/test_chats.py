@@ -195,7 +195,7 @@ def test_a_folder_that_transformers_splits_in_another_way_is_refused(base, expor
     assert "transformers splits text by its Qwen2Tokenizer, not as the training did" in message
     status, output = exported(folder, "adapter", "--adapter", adapter(folder, tmp_path))
     card = (output / "README.md").read_text(encoding="utf-8")
-    assert status == 0 and "import PreTrainedTokenizerFast" in card
+    assert status == 0 and "import AutoModelForCausalLM, PreTrainedTokenizerFast" in card
     assert "tokenizer = PreTrainedTokenizerFast.from_pretrained(" in card
 
 
