@@ -84,6 +84,16 @@ class ChatTemplate:
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 
+    def earlier(self, reply: str) -> str:
+        """What the template writes of an assistant's reply that a user message follows: perhaps without its thought."""
+        if THOUGHT_END not in reply:
+            return reply
+        user = "\ue000"
+        before, to_reply, to_user, after = self.gaps(("user", "assistant", "user"))
+        roles = {"user": user, "assistant": reply}
+        messages = [{"role": role, "content": roles[role]} for role in ("user", "assistant", "user")]
+        return self.render(messages).removeprefix(before + user + to_reply).removesuffix(to_user + user + after)
+
     def trims(self, role: str) -> bool:
         """Whether the template removes spaces around the contents of a role's messages."""
         messages = [{"role": each, "content": "\t\ue000\t"} for each in ("user", "assistant", "user")]

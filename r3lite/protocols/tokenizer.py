@@ -223,8 +223,10 @@ class Tokenizer:
         """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
         Its system message is that of `earlier`, else `system`, else the template's default; `shots`, the messages of
-        the example, stand after it. See `chat` for what messages are.
+        the example, stand after it. See `chat` for what messages are. Earlier replies lose their thoughts if the
+        template removes them; the example, which shows a format, keeps its own.
         """
+        earlier = [self._shortened(message) for message in earlier]
         of_earlier = list(earlier[:1]) if earlier and earlier[0]["role"] == "system" else []
         head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
         messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
@@ -258,31 +260,62 @@ class Tokenizer:
 
         They are the contents of the assistant's turns and the tokens that end them, unless `train` is False there.
         Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt` the
-        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off.
+        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off, and replies
+        of `unlike_written` are as the template has them, and not trained on.
         """
         for message in messages:
             if message["role"] not in ROLES:
                 raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
         messages = self.folded(messages)
+        untrained = set() if prompt else self.unlike_written(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
         parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
-        for message, gap in zip(messages, gaps[1:], strict=True):
-            content = message["content"].strip() if message["role"] in self._trims else message["content"]
+        for number, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
             if message["role"] == "assistant":
+                trained = message.get("train", True)
+                if number in untrained:
+                    trained = False
+                    message = self._shortened(message)
+                content = self._content(message)
                 opening = given[-1].removesuffix(self.lead)
                 content = given[-1][len(opening) :] + content
-                if not prompt:
+                if not prompt and number not in untrained:
                     opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
                 said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
-                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, message.get("train", True))]
+                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, trained)]
                 given = [gap]
             else:
-                given += [content, gap]
+                given += [self._content(message), gap]
         parts.append((self.encode_marked(given), False))
         return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
+
+    def unlike_written(self, messages: Messages) -> set[int]:
+        """The numbers of the replies that stand otherwise before a later user message than they were written.
+
+        Templates of thinking models remove the thoughts of earlier replies, so that what follows is sampled without
+        them; R1's removes even the beginning of an empty one. Raises R3LiteError for a thought that is switched off.
+        """
+        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        unlike = set()
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                opening, written = self._with_thought("", self._content(message))
+                if number < last_user and opening + written != self._content(self._shortened(message)):
+                    unlike.add(number)
+        return unlike
+
+    def _content(self, message: dict[str, str]) -> str:
+        """The content of a message as the template writes it."""
+        return message["content"].strip() if message["role"] in self._trims else message["content"]
+
+    def _shortened(self, message: dict[str, str]) -> dict[str, str]:
+        """A message as the template writes it before a later user message."""
+        if message["role"] != "assistant":
+            return message
+        return {**message, "content": self.template.earlier(message["content"])}
 
     def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
         """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have
