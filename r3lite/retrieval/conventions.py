@@ -6,6 +6,7 @@ The network is in `models/bert.py`.
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from r3lite.models.bert import MODEL_TYPES
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
+TEXT_FORM = "NFKC"  # of Unicode
 SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most
 REMEDY = "Copy the model's files from their source."
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
@@ -104,6 +106,12 @@ def style_of(name: str) -> str:
 def passage_text(document: Document) -> str:
     """A passage as encoders, rerankers and BM25 read it."""
     return f"{document.title} {document.text}" if document.title else document.text
+
+
+def composed(text: str) -> str:
+    """A text in Unicode's form NFKC, in which equal words have equal characters: an accent as a part of its letter or
+    after it, ligatures, full-width forms. For what compares words."""
+    return unicodedata.normalize(TEXT_FORM, text)
 
 
 def read_conventions(name: str) -> Conventions:

@@ -20,7 +20,16 @@ from r3lite.core.files import read_record, write_json
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert
 from r3lite.retrieval import conventions
-from r3lite.retrieval.conventions import LONGEST, REMEDY, Batch, batches, passage_text, read_conventions
+from r3lite.retrieval.conventions import (
+    LONGEST,
+    REMEDY,
+    TEXT_FORM,
+    Batch,
+    batches,
+    composed,
+    passage_text,
+    read_conventions,
+)
 from r3lite.settings import IndexSettings, RetrievalSettings
 
 EncoderSettings = IndexSettings | RetrievalSettings  # both name an encoder, its style and its dtype
@@ -55,7 +64,7 @@ class HashingEncoder:
         self.frequencies, self.passages = frequencies, passages
         self.dimension = self.DIMENSION
         self.settings = {"encoder": HASHING, "version": self.VERSION}  # what its vectors depend on
-        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION}
+        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION, "text_form": TEXT_FORM}
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
         self.idf = np.log((1 + passages) / (1 + counts)) + 1
@@ -102,7 +111,7 @@ class HashingEncoder:
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    return re.findall(r"\w+", composed(text).lower())
 
 
 class FolderEncoder:
