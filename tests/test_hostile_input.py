@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
@@ -20,6 +21,7 @@ from r3lite.datasets.qa import read_questions
 from r3lite.datasets.trajectories import read_rows
 from r3lite.models.bert import read_bert_config
 from r3lite.models.lora import read_adapter_config
+from r3lite.models.tensor_files import write_tensors
 from r3lite.models.weights import read_config
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
@@ -131,6 +133,13 @@ PROCEDURE = {
 }  # fmt: skip
 
 
+def adapter_config(path: Path) -> object:
+    """The config of an adapter with the weights that it describes."""
+    names = [f"base_model.model.model.layers.0.self_attn.{p}.lora_A.weight" for p in ADAPTER["target_modules"]]
+    write_tensors(path.parent / "adapter_model.safetensors", {name: torch.zeros(8, 4) for name in names})
+    return read_adapter_config(path.parent)
+
+
 def chat_rows(path: Path) -> list:
     return read_rows(path, PROTOCOL)
 
@@ -168,8 +177,8 @@ READERS = {
                  "add_bos_token", "add_prefix_space", "extra_special_tokens", "is_local", "backend"),
     ),
     "adapter config": Reader(
-        ADAPTER, lambda path: read_adapter_config(path.parent), "adapter_config.json",
-        lenient=lambda key, value: key == "lora_alpha" and value == 1.5,
+        ADAPTER, adapter_config, "adapter_config.json",
+        lenient=lambda key, value: (key, value) in [("lora_alpha", 1.5), ("target_modules", "text")],  # a pattern
     ),
     "encoder config": Reader(BERT, lambda path: read_bert_config(path.parent), "config.json"),
     "checkpoint manifest": Reader(

@@ -58,8 +58,10 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
     if merged and settings.adapters:
         lora.merge_adapter(model, TRAINED)
+    base, on_hub = weights.public_name(settings.model)
     facts = Facts(
-        base=settings.model,
+        base=base,
+        on_hub=on_hub,
         weights=settings.weights,
         file=file,
         merged=merged,
@@ -153,15 +155,19 @@ def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: 
     elif form == "gguf-adapter":
         gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)
         gguf.fill(model, Header(output / ADAPTER), TRAINED)
+        chats.write_dated(output, tokenizer)
     elif form == "adapter":
-        chats.check_folder(folder, tokenizer.template.variables[chats.SWITCH], messages, prompt)
         fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
-        lora.save_adapter(model, TRAINED, output, settings.model, fingerprint, dtype)
+        base, _ = weights.public_name(settings.model)
+        lora.save_adapter(model, TRAINED, output, base, fingerprint, dtype)
+        chats.write_dated(output, tokenizer)
+        thinking = tokenizer.template.variables[chats.SWITCH]
+        chats.check_adapter(output, base=folder, thinking=thinking, messages=messages, ids=prompt)
         lora.load_adapter(model, "written", output, trainable=False)
         lora.set_adapter(model, "written")
     else:
         model = in_folder(model, folder, output, settings, chats.changes(folder, tokenizer))
-        chats.check_folder(output, None, messages, prompt)
+        chats.check_folder(output, messages, prompt)
     return model
 
 

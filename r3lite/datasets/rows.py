@@ -4,15 +4,18 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.files import open_regular, read_jsonl
-from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
+from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse, parse_at
 from r3lite.datasets import hub
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 MEND = "Fix or remove the row, or pass --skip-bad-rows."
@@ -62,7 +65,7 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
     with open_regular(path, hub.NAME_DATA) as file:
         head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
     if head.startswith(b"PAR1"):
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, on_bad)
     elif head.startswith(b"["):
         yield from _array_rows(path, on_bad)
     else:
@@ -99,12 +102,57 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         raise R3LiteError(f"{path}: extra data after the end of the array", "A file must contain one array.")
 
 
-def _parquet_rows(path: Path) -> Iterator[Record]:
-    """The rows of a parquet file."""
+def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
+    """The rows of a parquet file.
+
+    Version 5 of the package `datasets` keeps values of several types, as in HotpotQA's supporting facts, as JSON texts
+    in columns or lists of the type arrow.json.
+    """
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
     kinds, damaged = (pyarrow.ArrowException, OSError), "Download the file again."
     with explained(kinds, f"{path} cannot be read as parquet", damaged):
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
+        file = pyarrow.parquet.ParquetFile(path)
+        of_json = [field for field in file.schema_arrow if _has_json(field)]
+        batches = file.iter_batches(batch_size=256)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield Record(row, Source(f"{path}, row {number}", MEND))
+            source = Source(f"{path}, row {number}", MEND)
+            try:
+                decoded = {field.name: _decoded(row[field.name], field) for field in of_json}
+            except InvalidRecord as error:
+                on_bad(InvalidRecord(f"{source.where}: {error.cause}", MEND))
+                continue
+            yield Record(row | decoded, source)
+
+
+def _is_json(field: "pyarrow.Field") -> bool:
+    """Whether values are JSON texts, also to a pyarrow that does not know the type."""
+    of_field = (field.metadata or {}).get(b"ARROW:extension:name")
+    return getattr(field.type, "extension_name", None) == "arrow.json" or of_field == b"arrow.json"
+
+
+def _parts(field: "pyarrow.Field") -> list["pyarrow.Field"]:
+    """The fields of a struct, or that of a list's elements; none of others."""
+    if hasattr(field.type, "value_field"):
+        return [field.type.value_field]
+    if hasattr(field.type, "get_field_index"):
+        return [field.type.field(i) for i in range(field.type.num_fields)]
+    return []
+
+
+def _has_json(field: "pyarrow.Field") -> bool:
+    return _is_json(field) or any(map(_has_json, _parts(field)))
+
+
+def _decoded(value: Any, field: "pyarrow.Field") -> Any:
+    """A value of a parquet file with its JSON texts read; InvalidRecord if one is not JSON."""
+    if value is None:
+        return None
+    if _is_json(field):
+        return parse(value)
+    if isinstance(value, list):
+        (element,) = _parts(field)
+        return [_decoded(item, element) for item in value]
+    if isinstance(value, dict):
+        return {part.name: _decoded(value[part.name], part) for part in _parts(field)}
+    return value

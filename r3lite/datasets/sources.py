@@ -18,7 +18,16 @@ from r3lite.datasets.order import Mixture, hold_out
 from r3lite.datasets.qa import ANSWERS, plain_answers, read_questions
 from r3lite.datasets.rows import Item, converted_rows
 from r3lite.datasets.splits import new_questions, without
-from r3lite.datasets.trajectories import Example, Row, Rows, encode_row, encode_rows, read_rows, row_from_json
+from r3lite.datasets.trajectories import (
+    Example,
+    Row,
+    Rows,
+    encode_row,
+    encode_rows,
+    parts_of,
+    read_rows,
+    row_from_json,
+)
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
@@ -116,7 +125,12 @@ def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
 
 def encode_fitting(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     """The same, silently, and none if none fits."""
-    pairs = [(name, encode_row(row, layouts[name])) for name, some in rows.items() for row in some]
+    pairs = [
+        (name, encode_row(part, layouts[name]))
+        for name, some in rows.items()
+        for row in some
+        for part in parts_of(row, layouts[name])
+    ]
     return [replace(row, source=name) for name, row in pairs if row is not None]
 
 

@@ -5,9 +5,10 @@ assistant wrote and on the token that ends its turn, never on prompts or documen
 trajectories were made.
 """
 
+import contextlib
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -147,6 +148,36 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     return None if steps[-1].answer is not None else "the last step does not answer"
 
 
+def parts_of(row: Example, layout: Layout) -> list[Example]:
+    """The rows to train on for one, of which each reply follows the prompt that the chat template makes for it.
+
+    A conversation with a thought that the template removes before later turns ends there once, to train that thought,
+    and goes on without it. Every reply is trained on in one of the parts.
+    """
+    if not isinstance(row, Conversation) or row.has_tools:
+        return [row]
+    with _named(row):
+        unlike = layout.tokenizer.unlike_written(row.messages)
+    trained = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and m.get("train", True)]
+    parts = []
+    for number in trained:
+        if number in unlike:
+            before = [{**message, "train": False} for message in row.messages[:number]]
+            parts.append(replace(row, messages=(*before, row.messages[number])))
+    if set(trained) - unlike:
+        parts.append(row)
+    return parts
+
+
+@contextlib.contextmanager
+def _named(row: Conversation) -> Iterator[None]:
+    """Errors within the `with` block name the row."""
+    try:
+        yield
+    except R3LiteError as error:
+        raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy) from error
+
+
 def encode_row(row: Example, layout: Layout) -> Row | None:
     """Tokens and mask of a row, or None if it is longer than `max_length`.
 
@@ -155,13 +186,11 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
     """
     lengths = layout.lengths
     if isinstance(row, Conversation):
-        try:
+        with _named(row):
             if row.has_tools:
                 tokens, loss_mask = tool_chat(layout.tokenizer, row.messages, row.tools)
             else:
                 tokens, loss_mask = layout.tokenizer.chat(row.messages)
-        except R3LiteError as error:
-            raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy) from error
         return Row(tokens, loss_mask) if len(tokens) <= lengths.max_length else None
     question, limit = Question(row.id, row.question, row.answers), lengths.max_document_tokens
     while True:
@@ -174,7 +203,13 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
 
 
 def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
-    """All rows that fit into `max_length`; prints how many were shortened and how many left out, after `where`."""
+    """All rows, and parts of rows, that fit into `max_length`; prints how many were shortened and how many left out,
+    after `where`."""
+    whole = len(rows)
+    rows = [part for row in rows for part in parts_of(row, layout)]
+    if len(rows) > whole:
+        reason = "the chat template removes the thoughts of earlier replies"
+        print(f"{where}{whole} rows are trained on as {len(rows)}: {reason}", file=sys.stderr)
     encoded = [encode_row(row, layout) for row in tqdm(rows, f"{where}tokenizing", unit="row", disable=None)]
     max_length = layout.lengths.max_length
     kept = [row for row in encoded if row is not None]

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PureWindowsPath
 
-from r3lite.exporting.chats import QUESTION, SWITCH, opening
+from r3lite.exporting.chats import QUESTION, SWITCH, TEMPLATE, opening
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
 FIRST_QUERY = "This writes the first query only; retrieving the documents is up to you."
@@ -17,6 +19,7 @@ class Facts:
     """What a card says of an export."""
 
     base: str
+    on_hub: bool  # whether `base` is a hub id
     weights: str
     file: str | None  # the GGUF file; None: a folder
     merged: bool  # whether it has the base, or is an adapter alone
@@ -50,7 +53,9 @@ def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) ->
 
 
 def _head(facts: Facts) -> str:
-    lines = ["---", f"base_model: {facts.base}"] if "/" in facts.base else ["---"]
+    lines = ["---"]
+    if facts.on_hub:  # the hub takes nothing else
+        lines.append(f"base_model: {facts.base}")
     library = "gguf" if facts.file else "transformers" if facts.merged else "peft"
     lines += [f"library_name: {library}", *([f"license: {facts.license}"] if facts.license else [])]
     return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
@@ -58,7 +63,11 @@ def _head(facts: Facts) -> str:
 
 def _run(run: Mapping[str, object], averaged: int) -> str:
     names = [name for name in SHOWN if not (run.get("no_lora") and name.startswith("lora_"))]
-    settings = ", ".join(f"{name} {run[name]}" for name in names if run.get(name) not in (None, "none"))
+    values = {name: run[name] for name in names if run.get(name) not in (None, "none")}
+    data = values.get("data")
+    if isinstance(data, str) and "," not in data:  # a file: nobody is to learn the folders of this machine
+        values["data"] = PureWindowsPath(data).name  # which splits at / and \\
+    settings = ", ".join(f"{name} {value}" for name, value in values.items())
     if not settings:
         return ""
     return f"All were trained with: {settings}." if averaged else f"Its last training run: {settings}."
@@ -77,7 +86,11 @@ def _scores(scores: Mapping[str, dict]) -> str:
 def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     if facts.file is None:
         return _transformers(facts, messages, tokenizer)
-    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the base; prompt as above"]
+    dated = ""
+    if tokenizer.template.has_clock:
+        dated = f" --jinja --chat-template-file {TEMPLATE}"
+    use = "# llama.cpp; BASE.gguf is the base; prompt as above"
+    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv{dated}   {use}"]
     if facts.merged:
         lines = ["ollama create my-model -f Modelfile   # in this folder", f'ollama run my-model "{QUESTION}"']
         lines.append(f"llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself")
@@ -87,20 +100,33 @@ def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> 
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     *before, last = messages
     given = "".join(f"    {message!r},\n" for message in before)
-    imported, base, which = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
-    thinking = ends = ""
+    reader = "AutoTokenizer"
+    read = "AutoModelForCausalLM.from_pretrained(folder)"
+    source = "folder"
+    which = "--model FOLDER"
+    imported = base = thinking = ends = template = ""
     if not facts.merged:  # tokenizer, template and the token at the end of texts are the base's
-        imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        base, which = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
+        if tokenizer.other_class:
+            reader = FOLLOWS_THE_FILE
+        imported = "from peft import PeftModel\n"
+        read = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)"
+        base = f"base = {facts.base!r}\n"
+        if not facts.on_hub:
+            base = f"base = {facts.base!r}  # its folder\n"
+        source = "base"
+        which = f"--model {facts.base} --adapter FOLDER"
         ends = f", eos_token_id={tokenizer.stop_id}"
         if SWITCH in tokenizer.template.source:
             thinking = f", {SWITCH}={tokenizer.template.variables[SWITCH]}"
+        if tokenizer.template.has_clock:
+            reading = f'open(f"{{folder}}/{TEMPLATE}", encoding="utf-8").read()'
+            template = f"\ntokenizer.chat_template = {reading}  # the base's writes today's date"
     return f"""```python
-{imported}
+{imported}from transformers import AutoModelForCausalLM, {reader}
 
 folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained({base})
-model = {"AutoModelForCausalLM" if facts.merged else "AutoPeftModelForCausalLM"}.from_pretrained(folder)
+{base}tokenizer = {reader}.from_pretrained({source}){template}
+model = {read}
 prompt = {last["content"]!r}
 messages = [
 {given}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},

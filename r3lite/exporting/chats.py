@@ -2,23 +2,26 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_record
+from r3lite.core.files import read_record, write_text
 from r3lite.core.records import Record, Source
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.tokenizer_files import chat_template, special_tokens
+from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
+from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
 SWITCH = "enable_thinking"  # of some templates
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+ANOTHER_DAY = date(2031, 12, 4)
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -30,10 +33,17 @@ def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dic
 
 
 def trained_template(tokenizer: Tokenizer) -> str:
-    """The chat template of the training; thoughts are switched as they were, whatever a program's default is."""
+    """The chat template of the training: thoughts are switched as they were, whatever a program's default is, and the
+    date is that of the training."""
     source = tokenizer.template.source
     value = str(tokenizer.template.variables[SWITCH]).lower()
     return f"{{%- set {SWITCH} = {value} %}}{source}" if SWITCH in source else source
+
+
+def write_dated(output: Path, tokenizer: Tokenizer) -> None:
+    """Writes the chat template of the training beside an adapter, if that of its base writes today's date."""
+    if tokenizer.template.has_clock:
+        write_text(output / TEMPLATE, trained_template(tokenizer))
 
 
 def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -47,6 +57,8 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     ids, tokens = {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}, tokenizer.special_tokens
     ends = list(dict.fromkeys([tokenizer.stop_id, *theirs]))
     made: dict[str, Any] = {CONFIG: ids, GENERATION: ids | {"eos_token_id": ends}, TOKENIZER: dict(tokens)}
+    if tokenizer.other_class:
+        made[TOKENIZER]["tokenizer_class"] = FOLLOWS_THE_FILE
     if (folder / SPECIAL).is_file():
         made[SPECIAL] = tokens
     if (folder / TEMPLATE).is_file():
@@ -56,19 +68,42 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return made
 
 
-def check_folder(folder: Path, thinking: bool | None, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """`check` of what transformers makes of a model folder; `thinking` is what its user passes, None: nothing."""
-    definition, config = (folder / "tokenizer.json").read_text(encoding="utf-8"), read_record(folder / TOKENIZER, "")
-    template = ChatTemplate(chat_template(folder, config), str(folder), special_tokens(config), thinking)
+def another_day(format: str) -> str:
+    """The clock of programs that use an export: it does not say the date of the training."""
+    return ANOTHER_DAY.strftime(format)
+
+
+def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
+    """`check` of what transformers makes of a model folder, on another day and by its own tokenizer class."""
+    config = read_record(folder / TOKENIZER, "")
+    record = read_record(folder / "tokenizer.json", "")
+    definition = json.dumps(record.values)
+    if other := other_class(folder, record, probe()):
+        raise R3LiteError(f"{folder}: transformers splits text by its {other}, not as the training did", REMEDY)
+    source = chat_template(folder, config)
+    template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
     check(str(folder), definition, template.render(messages, prompt=True), ids)
+
+
+def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[str, str]], ids: list[int]) -> None:
+    """`check` of what transformers makes of an adapter alone: with the base's tokenizer and template, unless the
+    adapter's folder has one, and with `thinking` passed."""
+    config = read_record(base / TOKENIZER, "")
+    definition = (base / "tokenizer.json").read_text(encoding="utf-8")
+    place = output if (output / TEMPLATE).is_file() else base
+    source = chat_template(place, config)
+    template = ChatTemplate(source, str(place), special_tokens(config), thinking=thinking, clock=another_day)
+    check(str(place), definition, template.render(messages, prompt=True), ids)
 
 
 def check_gguf(
     path: Path, files: dict[str, dict[str, Any]], modelfile: str, messages: list[dict[str, str]], ids: list[int]
 ) -> None:
     """`check` of what llama.cpp and Ollama make of a GGUF file that was read as `files`, and of its Modelfile."""
-    definition, config = json.dumps(files["tokenizer.json"]), Record(files[TOKENIZER], Source(str(path)))
-    template = ChatTemplate(config.text("chat_template"), str(path), special_tokens(config), None)
+    definition = json.dumps(files["tokenizer.json"])
+    config = Record(files[TOKENIZER], Source(str(path)))
+    source = config.text("chat_template")
+    template = ChatTemplate(source, str(path), special_tokens(config), thinking=None, clock=another_day)
     check(str(path), definition, template.render(messages, prompt=True), ids)
     check(f"{path.parent / 'Modelfile'}", definition, filled(modelfile, QUESTION), ids, adds_first=True)
 

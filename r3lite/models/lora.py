@@ -6,7 +6,7 @@ those of the bare base, to the bit.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,12 +24,15 @@ from r3lite.models.weights import FINGERPRINT
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REMEDY = "Pass a run folder or a plain LoRA adapter of PEFT in safetensors format."
-# Keys of adapter_config.json that are used here, and those that do not change what the adapter computes. Any other key
-# must be unset: it belongs to a feature that r3lite lacks and would silently leave out.
+WHOLE = "r3lite adapts a projection in every layer or in none. Pass such an adapter of this model."
+# Keys of adapter_config.json that are used here, and those that do not change what the adapter computes, as its tensors
+# say which layers it adapts. Any other key must be unset: it belongs to a feature that r3lite lacks and would silently
+# leave out.
 USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
 IGNORED = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "layers_pattern", "megatron_core", "qalora_group_size", "exclude_modules", "ensure_weight_tying",
+    "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "exclude_modules",
+    "ensure_weight_tying", "eva_config",
 )  # fmt: skip
 # Initializations that change the base's weights too: such an adapter does not fit the published base.
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -187,15 +190,18 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
     folder = adapter_folder(folder)
-    config = _parse_config(read_record(folder / CONFIG, REMEDY))
+    record = read_record(folder / CONFIG, REMEDY)
+    _check_supported(record)
     tensors = read_tensors(folder / WEIGHTS, REMEDY)
+    config = _parse_config(record, tensors)
+    _check_named(record, model, tensors)
     shapes, r = {}, config.r
     for path, linear in _targets(model, config.targets):
         shapes[_key(path, "A")], shapes[_key(path, "B")] = (r, linear.in_features), (linear.out_features, r)
     missing = shapes.keys() - tensors
     if keys := missing or tensors.keys() - shapes:
         what = "lacks the tensor" if missing else "has the unexpected tensor"
-        remedy = f"Its target_modules are {', '.join(config.targets)}. Pass an adapter of this model."
+        remedy = f"It adapts {', '.join(config.targets) or 'no projection'}. {WHOLE}"
         raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy)
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
@@ -239,7 +245,12 @@ def add_mean(model: nn.Module, name: str, others: Sequence[str]) -> None:
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
     folder = adapter_folder(folder)
-    return _parse_config(read_record(folder / CONFIG, REMEDY)) if (folder / CONFIG).exists() else None
+    if not (folder / CONFIG).exists():
+        return None
+    record = read_record(folder / CONFIG, REMEDY)
+    _check_supported(record)
+    with opened(folder / WEIGHTS, REMEDY) as file:
+        return _parse_config(record, file.keys())
 
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
@@ -262,8 +273,8 @@ def adapter_folder(folder: str | Path) -> Path:
     return next((place for place in places if (place / CONFIG).is_file()), folder)
 
 
-def _parse_config(record: Record) -> LoraConfig:
-    """Shape and scale from an `adapter_config.json`; R3LiteError names what is unsupported."""
+def _check_supported(record: Record) -> None:
+    """Raises R3LiteError naming what an `adapter_config.json` has that is not supported."""
     record.choice("peft_type", ("LORA",))
     record.choice("bias", ("none",), "none")
     init = record.values.get("init_lora_weights")
@@ -272,18 +283,54 @@ def _parse_config(record: Record) -> LoraConfig:
     for key, value in record.values.items():
         if key not in USED and key not in IGNORED and value:
             raise record.error(f"{key} is {shown(value)}, which r3lite does not support")
-    targets = record.texts("target_modules")
-    _check_targets(targets, f"{record.source.where}: target_modules")
+    _named_targets(record)
+
+
+def _named_targets(record: Record) -> tuple[str, ...]:
+    """The names in `target_modules`: none if it is one text, a pattern that PEFT compares with paths of layers.
+
+    PEFT takes an adapter that has none in silence, and its logits are wrong.
+    """
+    if isinstance(record.values.get("target_modules"), str):
+        return ()
+    names = record.texts("target_modules")
+    if not names:
+        raise record.error("target_modules is empty")
+    return names
+
+
+def _parse_config(record: Record, tensors: Iterable[str]) -> LoraConfig:
+    """Shape and scale from an `adapter_config.json`, and the projections from the names of the adapter's tensors.
+
+    PEFT has many ways to name layers: names, whole paths, a pattern, numbers of layers, names of others.
+    """
     dropout = record.number("lora_dropout", 0.0, low=0)
     if dropout >= 1:
         raise record.wrong("lora_dropout", "less than 1")
+    adapted = {_path_of(key).rpartition(".")[2] for key in tensors}
     return LoraConfig(
         r=record.whole("r", low=1, high=1 << 20),
         alpha=record.number("lora_alpha", low=0, high=1e6, above=True),
         dropout=dropout,
-        targets=tuple(p for p in PROJECTIONS if p in targets),
+        targets=tuple(p for p in PROJECTIONS if p in adapted),
         rslora=record.flag("use_rslora", False),
     )
+
+
+def _check_named(record: Record, model: nn.Module, tensors: Iterable[str]) -> None:
+    """Raises R3LiteError if `target_modules` names a layer of the model that no tensor adapts, as of a cut file."""
+    if record.values.get("exclude_modules") or record.values.get("layers_to_transform"):
+        return  # which may leave it out
+    adapted = {_path_of(key) for key in tensors}
+    paths = [path for path, _ in model.named_modules()]
+    for name in _named_targets(record):
+        if _names(name, paths) and not _names(name, adapted):
+            raise record.error(f"target_modules has {name}, but {WEIGHTS} has no tensor of it")
+
+
+def _names(name: str, paths: Iterable[str]) -> bool:
+    """Whether an entry of `target_modules` means one of the layers at `paths`, as PEFT compares them."""
+    return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
 def _check_targets(targets: Sequence[str], where: str) -> None:
@@ -303,6 +350,11 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Lin
 
 def _key(path: str, side: str) -> str:
     return f"base_model.model.{path}.lora_{side}.weight"
+
+
+def _path_of(key: str) -> str:
+    """The path of the layer that a tensor of PEFT adapts."""
+    return key.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
 def _attach(model: nn.Module, name: str, config: LoraConfig, tensors: dict[str, Tensor], trainable: bool) -> None:

@@ -12,11 +12,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import GGUF_POINTER, PART, check_regular, move
-from r3lite.core.records import parse
+from r3lite.core.files import GGUF_POINTER, PART, check_regular, move, read_record
+from r3lite.core.records import parse, shown
 from r3lite.models.gguf_files import GgufTensors
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the weights of a folder: one file, or several
 REMEDY = "Download the file again."
+SOURCE = "Copy {} from the model's source."
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The names of the files of weights that a folder's index lists, which must lie in the folder."""
+    record = read_record(folder / INDEX, SOURCE.format(INDEX))
+    weight_map = record.record("weight_map")
+    names = {weight_map.text(tensor) for tensor in weight_map.values}
+    if not names:
+        raise record.error("weight_map is missing or empty")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file in the folder")
+    return sorted(names)
 
 
 @contextlib.contextmanager

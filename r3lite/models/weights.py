@@ -20,25 +20,22 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import GGUF_POINTER, read_record, shipped
-from r3lite.core.records import shown
-from r3lite.models import bitsandbytes_weights, gguf_folder, nf4
+from r3lite.core.files import GGUF_POINTER, shipped
+from r3lite.models import bitsandbytes_weights, gguf_folder, hub_folder, nf4
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import SIZES, quant_method, read_config
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.stacks import StackMemory
 from r3lite.models.streaming import EMBEDDING, HEAD, HostLayers, LayerStream
-from r3lite.models.tensor_files import opened
+from r3lite.models.tensor_files import INDEX, SINGLE, SOURCE, indexed_files, opened
 
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Written by old exporters; computed here.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 SAMPLED_ROWS = 4  # of each tensor, for the fingerprint
 OPENED_FOR = 8  # tensors that are read from a file while it is open
 COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
-SOURCE = "Copy {} from the model's source."
 MISMATCH = "Get config.json and the weights from the same model."
 
 
@@ -54,20 +51,17 @@ def resolve_folder(model: str) -> Path:
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+    if not HUB_ID.fullmatch(model):
         raise R3LiteError(f"no such model folder: {model}", "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.")
-    import huggingface_hub
-    from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
+    return hub_folder.download(model)
 
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(HUB_FILES)))
-    except (HTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise R3LiteError(
-            f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}",
-            "Check the name and the connection, or copy the model's config.json, tokenizer.json, tokenizer_config.json "
-            "and *.safetensors to a folder and pass --model FOLDER. --model tiny needs no download.",
-        ) from error
+
+def public_name(model: str) -> tuple[str, bool]:
+    """What others may read of a --model, and whether it is a hub id; of a path here only the last part."""
+    path = Path(os.path.expanduser(model))
+    if HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.is_dir():
+        return model, True
+    return path.resolve().name, False
 
 
 def fingerprint(folder: str | Path) -> str | None:
@@ -248,15 +242,7 @@ def _shards(folder: Path) -> list[Path]:
         cause = f"{folder} has neither {SINGLE} nor {INDEX}"
         cause += f", only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else ""
         raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
-    record = read_record(folder / INDEX, SOURCE.format(INDEX))
-    weight_map = record.record("weight_map")
-    names = {weight_map.text(tensor) for tensor in weight_map.values}
-    if not names:
-        raise record.error("weight_map is missing or empty")
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file in the folder")
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in indexed_files(folder)]
 
 
 def _is_surplus(name: str, tied: bool) -> bool:

@@ -6,11 +6,11 @@ steps) is always encoded as plain text: a document with `<|im_end|>` in it canno
 
 import json
 import re
+import sys
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from unicodedata import combining, is_normalized
 
 from tokenizers import Tokenizer as Backend
 
@@ -18,23 +18,21 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
 from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
-from r3lite.protocols.tokenizer_files import REMEDY, SPECIAL, chat_template, check_ids, library_errors, special_tokens
+from r3lite.protocols.tokenizer_classes import other_class
+from r3lite.protocols.tokenizer_files import (
+    REMEDY,
+    SPECIAL,
+    chat_template,
+    check_ids,
+    library_errors,
+    probe,
+    special_tokens,
+)
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 THOUGHT_ENDS = (THINK, THOUGHT_END)
 Messages = Sequence[dict[str, str]]  # of `role` and `content`
-
-
-def _probe() -> str:
-    """A text that a tokenizer must give back as it was.
-
-    It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
-    SmolLM2's vocabulary leaves out; and no character that NFC changes.
-    """
-    places = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
-    characters = (char for char in map(chr, places) if is_normalized("NFC", char) and not combining(char))
-    return '\t"Blue Harbor" (1987):' + "".join(characters)
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
@@ -51,8 +49,11 @@ class Tokenizer:
 
     `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id`, of the token `stop`, ends an
     assistant turn, `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space.
-    `opens_thought` says that its turn begins inside a thought (`<think>`).
+    `opens_thought` says that its turn begins inside a thought (`<think>`). `other_class` is that of transformers if it
+    gives other tokens.
     """
+
+    other_class: str | None = None
 
     def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
         """From the text of a `tokenizer.json` that has the template's special tokens."""
@@ -129,15 +130,20 @@ class Tokenizer:
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
         template = ChatTemplate(source, str(folder), tokens, thinking == "on")
-        probe = _probe()
+        text = probe()
         with library_errors(path):
             tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
-            given_back = tokenizer.decode(tokenizer.encode(probe))
+            given_back = tokenizer.decode(tokenizer.encode(text))
         check_ids(record, tokenizer._marked)
-        if given_back != probe:
+        if given_back != text:
             remedy = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
             raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy)
         tokenizer._check_probes()
+        with library_errors(path):
+            tokenizer.other_class = other_class(folder, record, text)
+        if tokenizer.other_class:
+            what = f"transformers 5 splits the text of {folder} by its {tokenizer.other_class}"
+            print(f"warning: {what}, so its tokens differ; r3lite follows {path.name}", file=sys.stderr)
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
             thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
@@ -217,8 +223,10 @@ class Tokenizer:
         """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
         Its system message is that of `earlier`, else `system`, else the template's default; `shots`, the messages of
-        the example, stand after it. See `chat` for what messages are.
+        the example, stand after it. See `chat` for what messages are. Earlier replies lose their thoughts if the
+        template removes them; the example, which shows a format, keeps its own.
         """
+        earlier = [self._shortened(message) for message in earlier]
         of_earlier = list(earlier[:1]) if earlier and earlier[0]["role"] == "system" else []
         head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
         messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
@@ -252,31 +260,62 @@ class Tokenizer:
 
         They are the contents of the assistant's turns and the tokens that end them, unless `train` is False there.
         Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt` the
-        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off.
+        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off, and replies
+        of `unlike_written` are as the template has them, and not trained on.
         """
         for message in messages:
             if message["role"] not in ROLES:
                 raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
         messages = self.folded(messages)
+        untrained = set() if prompt else self.unlike_written(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
         parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
-        for message, gap in zip(messages, gaps[1:], strict=True):
-            content = message["content"].strip() if message["role"] in self._trims else message["content"]
+        for number, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
             if message["role"] == "assistant":
+                trained = message.get("train", True)
+                if number in untrained:
+                    trained = False
+                    message = self._shortened(message)
+                content = self._content(message)
                 opening = given[-1].removesuffix(self.lead)
                 content = given[-1][len(opening) :] + content
-                if not prompt:
+                if not prompt and number not in untrained:
                     opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
                 said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
-                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, message.get("train", True))]
+                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, trained)]
                 given = [gap]
             else:
-                given += [content, gap]
+                given += [self._content(message), gap]
         parts.append((self.encode_marked(given), False))
         return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
+
+    def unlike_written(self, messages: Messages) -> set[int]:
+        """The numbers of the replies that stand otherwise before a later user message than they were written.
+
+        Templates of thinking models remove the thoughts of earlier replies, so that what follows is sampled without
+        them; R1's removes even the beginning of an empty one. Raises R3LiteError for a thought that is switched off.
+        """
+        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        unlike = set()
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                opening, written = self._with_thought("", self._content(message))
+                if number < last_user and opening + written != self._content(self._shortened(message)):
+                    unlike.add(number)
+        return unlike
+
+    def _content(self, message: dict[str, str]) -> str:
+        """The content of a message as the template writes it."""
+        return message["content"].strip() if message["role"] in self._trims else message["content"]
+
+    def _shortened(self, message: dict[str, str]) -> dict[str, str]:
+        """A message as the template writes it before a later user message."""
+        if message["role"] != "assistant":
+            return message
+        return {**message, "content": self.template.earlier(message["content"])}
 
     def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
         """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have

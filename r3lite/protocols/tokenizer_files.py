@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from unicodedata import combining, is_normalized
 
 from tokenizers import Tokenizer as Backend
 
@@ -12,6 +13,17 @@ from r3lite.core.records import Record
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 REMEDY = "A model folder needs {}; copy it from the model's source."
+
+
+def probe() -> str:
+    """A text that a tokenizer must give back as it was.
+
+    It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
+    SmolLM2's vocabulary leaves out; and no character that NFC changes.
+    """
+    places = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
+    characters = (char for char in map(chr, places) if is_normalized("NFC", char) and not combining(char))
+    return '\t"Blue Harbor" (1987):' + "".join(characters)
 
 
 def vocabulary_of(folder: Path) -> int:

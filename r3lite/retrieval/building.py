@@ -130,7 +130,7 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     waiting.cut(rows)
     if 0 < rows < n:
         fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
-        if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= index.FURTHEST:
+        if not index.same_vectors(fresh, waiting.read(rows - 1, 1)):
             raise R3LiteError(f"{build.work} was started with another {plan['encoder']}: the vectors differ", remedy)
     return rows
 

@@ -6,6 +6,7 @@ The network is in `models/bert.py`.
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import read_record, read_text, within
-from r3lite.core.records import Record, Source
+from r3lite.core.records import Record, Source, shown
 from r3lite.models.bert import MODEL_TYPES
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
+TEXT_FORM = "NFKC"  # of Unicode
 SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most
 REMEDY = "Copy the model's files from their source."
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
@@ -30,8 +32,41 @@ POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it compu
 FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
 # The names of prompts, of which the first that is there is taken, as `encode_query` and `encode_document` do.
 QUERY, PASSAGE = ("query",), ("document", "passage", "corpus")
-# Prefixes of queries and passages: those that E5 was trained with (arXiv 2212.03533), none, or those of the folder.
-PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
+# Keys of a module's files that change nothing if they have one of these values, or are used here (an empty list). Any
+# other key is left to sentence-transformers.
+STATES = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+MODULE_KEYS: dict[str, dict[str, list]] = {
+    "Transformer": {
+        "max_seq_length": [], "do_lower_case": [], "transformer_task": ["feature-extraction"],
+        "modality_config": [STATES], "module_output_name": ["token_embeddings"], "unpad_inputs": [True, False],
+    },
+    "CrossEncoder": {
+        "max_seq_length": [], "do_lower_case": [False], "transformer_task": ["sequence-classification"],
+        "modality_config": [LOGITS], "module_output_name": ["scores"], "unpad_inputs": [True, False],
+    },
+    "Pooling": {
+        "embedding_dimension": [], "word_embedding_dimension": [], "pooling_mode": [], "include_prompt": [],
+        **{f"pooling_mode_{kind}": [] for kind in (
+            "cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken",
+        )},
+    },
+    "Normalize": {"module_input_name": ["sentence_embedding"], "module_output_name": ["sentence_embedding"]},
+}  # fmt: skip
+ENCODER, CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"  # `model_type` of config_sentence_transformers.json
+OF_BOTH = ("model_type", "__version__", "prompts", "default_prompt_name")  # its keys
+MODEL_KEYS = {
+    ENCODER: (*OF_BOTH, "similarity_fn_name", "truncate_dim"),
+    CROSS_ENCODER: (*OF_BOTH, "activation_fn", "keep_in_fp32_modules"),
+}
+# Prefixes of queries and passages: those that E5 and its instruct models were trained with (arXiv 2212.03533 and
+# 2402.05672; the task is that of their cards), none, or those of the folder.
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
+PREFIXES = {
+    "e5": ("query: ", "passage: "),
+    "e5-instruct": (f"Instruct: {TASK}\nQuery: ", ""),
+    "plain": ("", ""),
+}
 OWN = "own"
 STYLES = (*PREFIXES, OWN)
 
@@ -45,6 +80,9 @@ class Conventions:
     prefixes: tuple[str, str] | None  # of queries and of passages; None: the folder names none
     max_length: int
     lower: bool
+    dimension: int | None  # to which vectors are cut; None: all
+    is_normalized: bool  # whether the folder's modules make vectors of length 1, before they are cut
+    is_dot: bool  # whether vectors are compared as they are, and not by their cosine
     other: str | None  # why BertEncoder does not compute these vectors; None if it does
 
     def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
@@ -57,13 +95,23 @@ class Conventions:
 
 
 def style_of(name: str) -> str:
-    """e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind; plain otherwise."""
-    return "e5" if "e5" in re.split(r"[^a-z0-9]+", Path(name).name.lower()) else "plain"
+    """e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind, e5-instruct for
+    multilingual-e5-large-instruct; plain otherwise."""
+    words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
+    if "e5" not in words:
+        return "plain"
+    return "e5-instruct" if "instruct" in words else "e5"
 
 
 def passage_text(document: Document) -> str:
     """A passage as encoders, rerankers and BM25 read it."""
     return f"{document.title} {document.text}" if document.title else document.text
+
+
+def composed(text: str) -> str:
+    """A text in Unicode's form NFKC, in which equal words have equal characters: an accent as a part of its letter or
+    after it, ligatures, full-width forms. For what compares words."""
+    return unicodedata.normalize(TEXT_FORM, text)
 
 
 def read_conventions(name: str) -> Conventions:
@@ -72,36 +120,89 @@ def read_conventions(name: str) -> Conventions:
     Raises R3LiteError if a file is not of the form that it has.
     """
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
-    foreign, place = _modules(folder)
-    pooling = optional(folder / place / "config.json")
+    places, reasons = _modules(folder)
+    transformer = optional(folder / "sentence_bert_config.json")
+    pooling = optional(folder / places.get("Pooling", "1_Pooling") / "config.json")
+    files = {"Transformer": transformer, "Pooling": pooling}
+    if "Normalize" in places:
+        files["Normalize"] = optional(folder / places["Normalize"] / "config.json")
     mode = _pooling(pooling)
-    config = optional(folder / "sentence_bert_config.json")
     model = read_record(folder / "config.json", REMEDY).text("model_type", "none")
-    reasons = [f"its model_type is {model}"] * (model not in MODEL_TYPES)
-    reasons += [f"it has a module {kind}" for kind in foreign]
-    reasons += [f"it uses {mode} pooling"] * (mode not in POOLINGS)
-    reasons += ["it excludes its prompts from pooling"] * (not pooling.flag("include_prompt", True))
-    reasons += ["it has processing_kwargs"] * ("processing_kwargs" in config)
-    prefixes, lower = _prefixes(optional(folder / "config_sentence_transformers.json")), "do_lower_case"
-    other = reasons[0] if reasons else None
-    return Conventions(folder, POOLINGS.get(mode, mode), prefixes, longest(folder), config.flag(lower, False), other)
+    if model not in MODEL_TYPES:
+        reasons.insert(0, f"its model_type is {model}")
+    if mode not in POOLINGS:
+        reasons.append(f"it uses {mode} pooling")
+    if not pooling.flag("include_prompt", True):
+        reasons.append("it excludes its prompts from pooling")
+    for kind, record in files.items():
+        reasons += [f"it has {key}" for key in unknown_keys(kind, record)]
+    settings = model_settings(folder, ENCODER)
+    similarity = settings.choice("similarity_fn_name", ("cosine", "dot"), "cosine")
+    dimension = settings.whole("truncate_dim", None, low=1)
+    is_normalized = "Normalize" in places
+    return Conventions(
+        folder=folder,
+        pooling=POOLINGS.get(mode, mode),
+        prefixes=_prefixes(settings),
+        max_length=longest(folder),
+        lower=transformer.flag("do_lower_case", False),
+        dimension=dimension,
+        is_normalized=is_normalized,
+        is_dot=similarity == "dot" and not (is_normalized and dimension is None),  # else it is the cosine
+        other=reasons[0] if reasons else None,
+    )
 
 
-def _modules(folder: Path) -> tuple[list[str], str]:
-    """The kinds of modules that are not among MODULES, and the folder of Pooling."""
-    path, pooling, foreign = folder / "modules.json", "1_Pooling", []
+def model_settings(folder: Path, kind: str) -> Record:
+    """The `config_sentence_transformers.json` of a folder, empty without one.
+
+    Raises R3LiteError for a model of another kind than `kind`, and for a key that is not read here and is set.
+    """
+    record = optional(folder / "config_sentence_transformers.json")
+    values = {key: value for key, value in record.values.items() if value is not None}
+    record = Record(values, record.source)
+    record.choice("model_type", (kind,), kind)
+    for key, value in values.items():
+        if key not in MODEL_KEYS[kind] and value:
+            raise record.error(f"{key} is {shown(value)}, which r3lite does not support")
+    return record
+
+
+def unknown_keys(kind: str, record: Record) -> list[str]:
+    """The keys of a module's file that are neither used here nor without effect."""
+    harmless = MODULE_KEYS[kind]
+    keys = []
+    for key, value in record.values.items():
+        if value is None:
+            continue
+        if key not in harmless or (harmless[key] and value not in harmless[key]):
+            keys.append(key)
+    return keys
+
+
+def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """The folders of the modules that BertEncoder computes, by their kinds, and why it does not compute others."""
+    path, reasons = folder / "modules.json", []
+    places: dict[str, str] = {}
     if not path.exists():
-        return foreign, pooling
+        return places, reasons
     listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
     for module in listed.records("modules"):
         kind = module.text("type").rpartition(".")[2]
-        foreign += [kind] * (kind not in MODULES)
-        if kind == "Transformer" and (place := module.text("path", "", blank=True)):
-            raise module.error(f"{module.path}path is {place}; it must be empty for a Transformer")
-        pooling = module.text("path") if kind == "Pooling" else pooling
-    if Path(pooling).name != pooling or pooling == "..":
-        raise listed.error(f"the path of Pooling, {pooling}, is not in the encoder's folder")
-    return foreign, pooling
+        if kind not in MODULES:
+            reasons.append(f"it has a module {kind}")
+            continue
+        if module.values.get("kwargs"):
+            reasons.append(f"it has kwargs of its module {kind}")
+        if kind == "Pooling":
+            places[kind] = module.text("path")
+        else:
+            places[kind] = module.text("path", "", blank=True)
+        if kind == "Transformer" and places[kind]:
+            raise module.error(f"{module.path}path is {places[kind]}; it must be empty for a Transformer")
+        if places[kind] and (Path(places[kind]).name != places[kind] or places[kind] == ".."):
+            raise listed.error(f"the path of {kind}, {places[kind]}, is not in the encoder's folder")
+    return places, reasons
 
 
 def _pooling(config: Record) -> str:
@@ -119,10 +220,16 @@ def _prefixes(config: Record) -> tuple[str, str] | None:
     if "prompts" not in config:
         return None
     prompts = config.record("prompts")
-    default = config.text("default_prompt_name", None) if config.values.get("default_prompt_name") else None
+    default = config.text("default_prompt_name", None)
     chosen = [next((n for n in names if n in prompts), default) for names in (QUERY, PASSAGE)]
     query, passage = (prompts.text(name, blank=True) if name else "" for name in chosen)
     return (query, passage) if query or passage else None
+
+
+def default_prompt(config: Record) -> str:
+    """The prompt that stands before all texts; empty if there is none."""
+    name = config.text("default_prompt_name", None)
+    return config.record("prompts").text(name, blank=True) if name else ""
 
 
 def model_folder(name: str, flag: str, instead: str) -> Path:

@@ -1,6 +1,6 @@
 """Encoders: they turn queries and passages into vectors whose inner product is the similarity.
 
-Knows nothing of FAISS. Vectors are float32 [N, dimension] of length 1.
+Knows nothing of FAISS. Vectors are float32 [N, dimension], of length 1 unless the encoder was trained for dot products.
 """
 
 import hashlib
@@ -20,7 +20,16 @@ from r3lite.core.files import read_record, write_json
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert
 from r3lite.retrieval import conventions
-from r3lite.retrieval.conventions import LONGEST, REMEDY, Batch, batches, passage_text, read_conventions
+from r3lite.retrieval.conventions import (
+    LONGEST,
+    REMEDY,
+    TEXT_FORM,
+    Batch,
+    batches,
+    composed,
+    passage_text,
+    read_conventions,
+)
 from r3lite.settings import IndexSettings, RetrievalSettings
 
 EncoderSettings = IndexSettings | RetrievalSettings  # both name an encoder, its style and its dtype
@@ -55,7 +64,7 @@ class HashingEncoder:
         self.frequencies, self.passages = frequencies, passages
         self.dimension = self.DIMENSION
         self.settings = {"encoder": HASHING, "version": self.VERSION}  # what its vectors depend on
-        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION}
+        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION, "text_form": TEXT_FORM}
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
         self.idf = np.log((1 + passages) / (1 + counts)) + 1
@@ -102,7 +111,7 @@ class HashingEncoder:
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    return re.findall(r"\w+", composed(text).lower())
 
 
 class FolderEncoder:
@@ -118,6 +127,8 @@ class FolderEncoder:
         self.settings = {"encoder": self.name, "style": self.style, "max_length": max_length, "dimension": dimension}
         if dtype != "fp32":
             self.settings["dtype"] = dtype
+        if self.found.is_dot:
+            self.settings["similarity"] = "dot"
         if self.style == conventions.OWN:
             self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
 
@@ -129,7 +140,7 @@ class FolderEncoder:
 
 
 class BertEncoder(FolderEncoder):
-    """A BERT sentence encoder: the last hidden states of a text, pooled as its folder says and scaled to length 1."""
+    """A BERT sentence encoder: the last hidden states of a text, pooled, cut and scaled as its folder says."""
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         super().__init__(name, style, batch_size)
@@ -141,7 +152,7 @@ class BertEncoder(FolderEncoder):
         config = self.model.config
         length = min(found.max_length, config.max_position_embeddings - config.first_position)
         self.tokenizer = conventions.text_tokenizer(found.folder / "tokenizer.json", length, config.vocab_size)
-        self.describe(length, config.hidden_size, dtype)
+        self.describe(length, min(config.hidden_size, found.dimension or config.hidden_size), dtype)
         if found.pooling != "mean":  # which indexes of before have not
             self.settings["pooling"] = found.pooling
 
@@ -158,7 +169,12 @@ class BertEncoder(FolderEncoder):
         out = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for batch, hidden in self._hidden([prefix + text for text in texts]):
             pooled = pool(hidden, batch.real, self.found.pooling)
-            out[batch.rows] = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+            if self.found.is_dot and self.found.is_normalized:
+                pooled = torch.nn.functional.normalize(pooled, dim=-1)
+            pooled = pooled[:, : self.dimension]
+            if not self.found.is_dot:
+                pooled = torch.nn.functional.normalize(pooled, dim=-1)
+            out[batch.rows] = pooled.cpu().numpy()
             advance(len(batch.rows))
         return out
 
@@ -207,6 +223,8 @@ class SentenceEncoder(FolderEncoder):
             block = texts[start : start + size]
             out[start : start + size] = self.model.encode(block, **how)
             advance(len(block))
+        if self.found.is_dot:
+            return out
         # Here, in fp32: that package would do it in the model's precision.
         return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
@@ -225,9 +243,23 @@ def make_encoder(
 
 def known_dimension(name: str) -> int | None:
     """The dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
-    from huggingface_hub import try_to_load_from_cache
-
     if name == HASHING:
         return HashingEncoder.DIMENSION
-    path = Path(name) / "config.json" if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    return read_record(Path(path), REMEDY).whole("hidden_size", None, low=1) if isinstance(path, (str, Path)) else None
+    config = _local(name, "config.json")
+    if config is None:
+        return None
+    size = read_record(config, REMEDY).whole("hidden_size", None, low=1)
+    cut = _local(name, "config_sentence_transformers.json")
+    limit = read_record(cut, REMEDY).values.get("truncate_dim") if cut else None
+    return min(size, limit) if size and isinstance(limit, int) else size
+
+
+def _local(name: str, file: str) -> Path | None:
+    """A file of a model that is on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(name) / file
+    if not Path(name).is_dir():
+        cached = try_to_load_from_cache(name, file)
+        return Path(cached) if isinstance(cached, str) else None
+    return path if path.exists() else None

@@ -44,7 +44,7 @@ PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # what a folder of documents holds besides; no search needs it
 OWN = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
-FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
+FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage, by its length: a cosine of 0.999
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
@@ -134,10 +134,16 @@ def load(
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
-    if not np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1).max() <= FURTHEST:  # nor if it is NaN
+    if not same_vectors(fresh, np.stack(list(probes.values()))):
         asked = f"this version of {encoder_name}: the vectors differ"
         _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
+
+
+def same_vectors(fresh: np.ndarray, before: np.ndarray) -> bool:
+    """Whether an encoder gives the vectors [N, d] that it gave before, up to its precision; False if one is NaN."""
+    lengths = np.maximum(np.linalg.norm(before, axis=1), 1)  # of a text without a known word 0
+    return bool((np.linalg.norm(fresh - before, axis=1) <= FURTHEST * lengths).all())
 
 
 def _refuse(path: Path, what: str, kept, asked, remedy: str) -> NoReturn:

@@ -106,7 +106,11 @@ class Finder:
 
     def cosines(self, text: str) -> np.ndarray:
         """The cosine of each procedure's description with a text."""
-        return self.vectors @ self.encoder.encode_queries([text])[0]
+        query = self.encoder.encode_queries([text])[0]
+        products = self.vectors @ query
+        if self.encoder.settings.get("similarity") != "dot":
+            return products
+        return products / (np.linalg.norm(self.vectors, axis=1) * np.linalg.norm(query))
 
     def find(self, text: str) -> Procedure | None:
         """The procedure of the highest score; of equal ones the first of the file."""

@@ -22,7 +22,7 @@ from r3lite.retrieval.setup import Setup
 KEY = "QDRANT_API_KEY"
 TIMEOUT = 60  # seconds of a request
 QUERIES, PASSAGES = 64, 256  # of a request
-DISTANCES = ("Cosine", "Dot")  # of vectors of length 1 these are the same
+DISTANCES = ("Cosine", "Dot")  # of vectors of length 1 these are the same; for others Dot alone is right
 POINTS = uuid.UUID("6f3d5c0e-6c8c-5d0a-9f0e-7a3f1f0c2b11")  # the namespace of the points' ids
 REMEDY = "Check that the server runs, and check its address, the collection and QDRANT_API_KEY."
 
@@ -60,9 +60,11 @@ class Collection:
         vectors, made = config.params.vectors, (config.metadata or {}).get("r3lite")
         if isinstance(vectors, dict) or vectors is None:
             raise R3LiteError(f"{self.address} has named vectors", "Use a collection with a single unnamed vector.")
-        if vectors.distance not in DISTANCES or vectors.size != self.encoder.dimension:
+        fitting = DISTANCES[1:] if "similarity" in now else DISTANCES
+        if vectors.distance not in fitting or vectors.size != self.encoder.dimension:
             there = f"vectors of {vectors.size} dimensions with {vectors.distance} distance"
-            cause = f"{self.address} has {there}, but {now['encoder']} needs {self.encoder.dimension} with Cosine"
+            needed = f"{self.encoder.dimension} with {fitting[0]}"
+            cause = f"{self.address} has {there}, but {now['encoder']} needs {needed}"
             raise R3LiteError(cause, "Pass the --encoder that it was filled with.")
         if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
             others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
@@ -70,7 +72,10 @@ class Collection:
 
     def create(self) -> None:
         """Makes the collection if it is not there."""
-        size = self.models.VectorParams(size=self.encoder.dimension, distance=self.models.Distance.COSINE)
+        distance = self.models.Distance.COSINE
+        if "similarity" in self.encoder.settings:
+            distance = self.models.Distance.DOT
+        size = self.models.VectorParams(size=self.encoder.dimension, distance=distance)
         made = {"vectors_config": size, "metadata": {"r3lite": self.encoder.settings}}
         with self.explained():
             if not self.client.collection_exists(self.name):

@@ -10,12 +10,27 @@ import torch
 
 from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record
+from r3lite.core.records import shown
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert_scorer
-from r3lite.retrieval.conventions import REMEDY, batches, longest, model_folder, passage_text, text_tokenizer
+from r3lite.retrieval.conventions import (
+    CROSS_ENCODER,
+    REMEDY,
+    batches,
+    default_prompt,
+    longest,
+    model_folder,
+    model_settings,
+    optional,
+    passage_text,
+    text_tokenizer,
+    unknown_keys,
+)
 
 MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # what --rerank auto names
 CANDIDATES = 3  # for each passage that is kept
+INCREASING = ("Identity", "Sigmoid", "Tanh")  # functions of the logit that leave passages in their order
 SPECIAL = 3  # [CLS] query [SEP] passage [SEP]
 # Pairs read together. A processor's core gains nothing by more, and they would be padded to the longest: for 15
 # passages of 134 tokens in the mean, the longest of 512, 4 at a time took 1.2 s and 32 at a time 2.9 s.
@@ -34,6 +49,16 @@ class CrossEncoder:
     def __init__(self, name: str, dtype: str = "fp32", batch_size: int = BATCH):
         folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or remove --rerank.")
         self.model, self.batch_size = load_bert_scorer(folder, DTYPES[dtype]), batch_size
+        settings = model_settings(folder, CROSS_ENCODER)
+        self.prefix = default_prompt(settings)
+        module = optional(folder / "sentence_bert_config.json")
+        for key in unknown_keys("CrossEncoder", module):
+            raise module.error(f"{key} is {shown(module.values[key])}, which r3lite does not support")
+        of_version_4 = read_record(folder / "config.json", REMEDY).record("sentence_transformers")
+        for record in (settings, of_version_4):
+            activation = record.text("activation_fn", INCREASING[0]).rpartition(".")[2]
+            if activation not in INCREASING:
+                raise record.error(f"activation_fn is {activation}, which may change the order of passages")
         config, path = self.model.config, folder / "tokenizer.json"
         self.tokenizer = text_tokenizer(path, min(longest(folder), config.max_position_embeddings), config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
@@ -43,6 +68,7 @@ class CrossEncoder:
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         """The logit of each pair of query and passage."""
         out = torch.zeros(len(pairs))
+        pairs = [(self.prefix + query, passage) for query, passage in pairs]
         for batch in batches(self.tokenizer.encode_batch(pairs), self.batch_size, "cpu"):
             out[batch.rows] = self.model(batch.tokens, batch.real, batch.segments).float()
         return out.tolist()

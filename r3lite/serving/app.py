@@ -52,7 +52,9 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Guard, desk=desk, token=token, max_body=limits.max_body_kib << 10)
     if server.cors_origins:
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["Authorization", "Content-Type"]}
+        # Clients send headers of their own, such as OpenAI's x-stainless-*. The origins are listed one by one, and no
+        # cookies are read, so that a header gives a page nothing that it does not have.
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=server.cors_origins, **allowed)
     if server.on_loopback:  # a web page elsewhere could have its own name resolve to this machine
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)

@@ -34,9 +34,10 @@ class EncoderSettings(Section):
     encoder: str = "intfloat/e5-base-v2"
     """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
     hashing (TF-IDF on hashed words, no download)"""
-    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """own: the prompts in the encoder's files; e5: query/passage prefixes; plain: no prefixes; auto: own if the files
-    have prompts, else e5 if the encoder's name contains e5, else plain"""
+    encoder_style: Literal["auto", "own", "e5", "e5-instruct", "plain"] = "auto"
+    """own: the prompts in the encoder's files; e5: query/passage prefixes; e5-instruct: an instruction before queries;
+    plain: no prefixes; auto: own if the files have prompts, else e5 or e5-instruct if the encoder's name contains e5
+    (and instruct), else plain"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
     """precision of the encoder and of --rerank; bf16 halves the memory and is faster on hardware that supports it.
     Vectors differ by a few thousandths, so an index built in one can be searched in the other"""

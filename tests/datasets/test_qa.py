@@ -219,6 +219,46 @@ def test_parquet_reads_like_json(tmp_path):
     assert question == read_questions(write(tmp_path / "a.json", [HOTPOT]))[0]
 
 
+def as_json(value, depth: int):
+    """Lists of lists of JSON texts, as the package `datasets` keeps values of several types."""
+    return json.dumps(value) if depth == 0 else [as_json(item, depth - 1) for item in value]
+
+
+def test_parquet_of_mixed_lists_reads_like_json(tmp_path):
+    """Version 5 of `datasets` writes the leaves of mixed lists as JSON texts, of a type that pyarrow knows since 19."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [HOTPOT, TWO_WIKI | {"answer": 1987}]
+    leaf = pyarrow.field("element", pyarrow.string(), metadata={b"ARROW:extension:name": b"arrow.json"})
+    pairs = pyarrow.list_(pyarrow.field("element", pyarrow.list_(leaf)))
+    names = {"_id": pyarrow.string(), "question": pyarrow.string(), "type": pyarrow.string()}
+    fields = [pyarrow.field(name, kind) for name, kind in names.items()]
+    fields += [pyarrow.field("answer", leaf.type, metadata=leaf.metadata)]
+    fields += [pyarrow.field(name, pairs) for name in ("supporting_facts", "context")]
+    columns = [[row[name] for row in rows] for name in names]
+    columns.append([as_json(row["answer"], 0) for row in rows])
+    columns += [[as_json(row[name], 2) for row in rows] for name in ("supporting_facts", "context")]
+    arrays = [pyarrow.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+    table = pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    expected = [{key: value for key, value in row.items() if key != "evidences"} for row in rows]
+    found = read_questions(tmp_path / "a.parquet")
+    assert found == read_questions(write(tmp_path / "a.json", expected))
+    assert [question.answers for question in found] == [("Reg Watson",), ("1987",)]
+
+
+def test_parquet_with_text_that_is_not_json_is_a_bad_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    field = pyarrow.field("answer", pyarrow.string(), metadata={b"ARROW:extension:name": b"arrow.json"})
+    schema = pyarrow.schema([pyarrow.field("question", pyarrow.string()), field])
+    columns = {"question": ["Who?", "When?"], "answer": ['"Ada', '"1987"']}
+    parquet.write_table(pyarrow.table(columns, schema=schema), tmp_path / "a.parquet")
+    with pytest.raises(R3LiteError, match=r"a\.parquet, row 1: not JSON"):
+        read_questions(tmp_path / "a.parquet")
+    assert [q.answers for q in read_questions(tmp_path / "a.parquet", skip_bad_rows=True)] == [("1987",)]
+
+
 def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -22,6 +22,9 @@ ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are {{ 'kind' }}.<|im_end|>\n{% endif %}"
 NO_THOUGHT = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 THINKING = TURNS + ASKED.replace("{% endif %}", NO_THOUGHT + "{% endif %}")
+TODAY = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}.<|im_end|>\n"
+DATED = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}{% set day = '1 May 2023' %}"
+DATED += "{% endif %}<|im_start|>system\nToday is {{ day }}.<|im_end|>\n"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 TEMPLATES = {
     "default system": DEFAULT + TURNS + ASKED,
@@ -29,6 +32,8 @@ TEMPLATES = {
     "thinking": THINKING,
     "no system": NO_SYSTEM + TURNS + ASKED,
     "in a file": DEFAULT + TURNS + ASKED,
+    "today": TODAY + TURNS + ASKED,
+    "today or a date": DATED + TURNS + ASKED,
 }
 
 
@@ -140,6 +145,74 @@ def test_thoughts_are_as_in_the_run(base, exported, tmp_path):
     (tmp_path / "run" / "config.toml").write_text('[sft]\nthinking = "on"\n', encoding="utf-8")
     status, output = exported(folder, "adapter", "--adapter", run)
     assert status == 0 and "enable_thinking=True\n)" in (output / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("kind", "day"), [("today", "26 Jul 2024"), ("today or a date", "1 May 2023")])
+def test_an_adapter_alone_brings_the_date_of_the_training(base, exported, tmp_path, kind, day):
+    """The base's template writes today's date, so that no prompt of another program was one of the training."""
+    folder = base(TEMPLATES[kind])
+    run = adapter(folder, tmp_path)
+    messages = [{"role": "user", "content": "Who?"}]
+    trained = Tokenizer.load(folder).chat(messages, prompt=True)[0]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for form in ("adapter", "gguf-adapter"):
+        status, output = exported(folder, form, "--adapter", run)
+        card = (output / "README.md").read_text(encoding="utf-8")
+        assert status == 0 and "chat_template.jinja" in card
+        theirs.chat_template = (output / "chat_template.jinja").read_text(encoding="utf-8")
+        assert day in theirs.chat_template
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert ids == trained
+
+
+@pytest.mark.parametrize("kind", ["today", "today or a date"])
+def test_the_check_of_an_export_has_another_date_than_the_training(base, kind):
+    """It had no clock, and so did not see that other programs write today's date: 88 tokens, not 84."""
+    folder = base(TEMPLATES[kind])
+    protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt"))
+    messages = chats.opening(Tokenizer.load(folder), protocol, chats.QUESTION)
+    with pytest.raises(R3LiteError, match=r"would build the prompt .*Today is 04 Dec 2031"):
+        chats.check_folder(folder, messages, prompt(folder))
+
+
+def split_into_letters(folder) -> None:
+    """A rule that Qwen2's tokenizer class does not have."""
+    path = folder / "tokenizer.json"
+    definition = json.loads(path.read_text(encoding="utf-8"))
+    words, _ = definition["pre_tokenizer"]["pretokenizers"]
+    words["pattern"] = {"Regex": r"\p{L}"}
+    path.write_text(json.dumps(definition), encoding="utf-8")
+
+
+def test_a_folder_that_transformers_splits_in_another_way_is_refused(base, exported, tmp_path, capsys):
+    """For qwen2 it ignores the file's rule, whatever is written; an adapter's card has a class that does not."""
+    folder = base()
+    split_into_letters(folder)
+    status, output = exported(folder, "folder")
+    message = capsys.readouterr().err
+    assert status == 1 and not output.exists()
+    assert "transformers splits text by its Qwen2Tokenizer, not as the training did" in message
+    status, output = exported(folder, "adapter", "--adapter", adapter(folder, tmp_path))
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert status == 0 and "import AutoModelForCausalLM, PreTrainedTokenizerFast" in card
+    assert "tokenizer = PreTrainedTokenizerFast.from_pretrained(" in card
+
+
+def test_an_export_names_the_class_that_follows_its_file(base):
+    """Other types than qwen2 take the class that the folder names."""
+    folder = base(tokenizer_class="Qwen2Tokenizer")
+    split_into_letters(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"model_type": "qwen3"}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.load(folder)
+    written = chats.changes(folder, tokenizer)["tokenizer_config.json"]
+    assert tokenizer.other_class == "Qwen2Tokenizer" and written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        "tokenizer_class"
+        not in chats.changes(resolve_folder("tiny"), Tokenizer.load(resolve_folder("tiny")))["tokenizer_config.json"]
+    )
 
 
 def test_format_and_prompts_are_those_of_the_run_unless_others_are_asked_for(base, exported, tmp_path, capsys):

@@ -271,6 +271,13 @@ ADAPTERS = {
     "all seven": {"r": 8, "lora_alpha": 16, "target_modules": list(PROJECTIONS)},
     "rslora": {"r": 4, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
     "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "all but some": {"r": 2, "target_modules": list(PROJECTIONS), "exclude_modules": ["o_proj", "up_proj"]},
+    "all but a pattern": {"r": 2, "target_modules": "all-linear", "exclude_modules": ".*mlp.*"},
+    "a pattern": {"r": 2, "target_modules": r".*\.(q_proj|mlp\.down_proj)"},
+    "paths": {"r": 2, "target_modules": [f"model.layers.{i}.self_attn.k_proj" for i in range(3)]},
+    "ends of paths": {"r": 2, "target_modules": ["self_attn.v_proj", "down_proj", "c_attn"]},
+    "all layers by number": {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 1, 2]},
+    "eva": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "eva"},
 }
 
 
@@ -282,6 +289,17 @@ def test_adapters_of_peft_in_ours(small_model, write_folder, tmp_path, name):
     model = load_model(folder, torch.float32, "cpu")
     load_adapter(model, "a", tmp_path, trainable=False)  # found in the folder's adapter/, as a run has it
     assert not any(p.requires_grad for p in model.parameters())
+    assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_peft_writes_for_a_small_model_is_read(small_model, write_folder, tmp_path, layers):
+    """Below 20 linear layers "all-linear" is written as their paths, which were refused."""
+    folder = write_folder(small_model(num_hidden_layers=layers), tmp_path / "base")
+    theirs = peft_model(folder, target_modules="all-linear")
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load_model(folder, torch.float32, "cpu")
+    load_adapter(model, "a", tmp_path, trainable=False)
     assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3lite.core.errors import R3LiteError
-from r3lite.models.lora import add_adapter, load_adapter, read_adapter_config, read_base, save_adapter
+from r3lite.models.lora import IGNORED, USED, add_adapter, load_adapter, read_adapter_config, read_base, save_adapter
 
 
 def test_what_is_saved(small_model, tmp_path):
@@ -39,14 +39,13 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"layers_to_transform": [1]}, "layers_to_transform"),
         ({"feature_of_next_year": {"on": 1}}, "feature_of_next_year"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"target_modules": None}, "target_modules is missing"),
-        ({"target_modules": ".*proj"}, r"target_modules is '\.\*proj'"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has lm_head"),
-        ({"target_modules": ["q_proj", "k_proj"]}, "lacks the tensor .*k_proj.lora_A"),
+        ({"target_modules": []}, "target_modules is empty"),
+        ({"target_modules": ["q_proj", "k_proj"]}, r"target_modules has k_proj, but adapter_model\.safetensors has no"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules has embed_tokens, but"),
         ({"r": 4}, r"\[8, 64\], not \[4, 64\]"),
         ({"r": "8"}, "r is '8'"),
         ({"r": True}, "r is True"),
@@ -74,6 +73,46 @@ def test_adapters_that_are_not_understood_are_refused(small_model, tmp_path, cha
     with pytest.raises(R3LiteError, match=message):
         load_adapter(model, "b", tmp_path, trainable=False)
     assert list(model.lora.configs) == ["a"]
+
+
+def test_what_is_adapted_in_some_layers_only_is_named(small_model, tmp_path):
+    """The tensors decide, whatever way PEFT has to choose layers."""
+    model = small_model()
+    add_adapter(model, "a", 8, 16, targets=["q_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"layers_to_transform": [1, 2]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    load_adapter(model, "all", tmp_path, trainable=False)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if ".layers.0." not in key}, file)
+    with pytest.raises(R3LiteError, match=f"lacks the tensor {KEY}") as refusal:
+        load_adapter(model, "b", tmp_path, trainable=False)
+    assert refusal.value.remedy.startswith("It adapts q_proj. r3lite adapts a projection in every layer or in none.")
+
+
+def test_the_plan_reads_the_projections_of_the_tensors(small_model, tmp_path):
+    model = small_model()
+    add_adapter(model, "a", 8, 16, targets=["v_proj", "up_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": "anything"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_adapter_config(tmp_path).targets == ("v_proj", "up_proj")
+
+
+def test_every_key_that_peft_writes_is_known_or_refused_if_it_is_set(small_model, tmp_path):
+    """A key of a later version of PEFT is refused in the same way."""
+    peft = pytest.importorskip("peft")
+    model = small_model()
+    add_adapter(model, "a", 8, 16, targets=["q_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    defaults = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]).to_dict() | {"target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(defaults, default=str))
+    assert read_adapter_config(tmp_path).targets == ("q_proj",)
+    for key in defaults.keys() - {*USED, *IGNORED}:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(written | {key: ["x"]}))
+        with pytest.raises(R3LiteError, match=rf"{key} is \['x'\], which r3lite does not support"):
+            read_adapter_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -280,16 +280,6 @@ def test_names_of_models(tmp_path, monkeypatch):
         resolve_folder(str(tmp_path / "gone"))
     with pytest.raises(R3LiteError, match="no such model folder: nosuch"):
         resolve_folder("nosuch")
-    asked = {}
-
-    def download(repo, allow_patterns):
-        asked.update(repo=repo, patterns=allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_folder("Qwen/Qwen2.5-0.5B-Instruct") == tmp_path
-    assert asked["repo"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in asked["patterns"])
 
 
 def test_offline_says_what_to_put_where(tmp_path):

@@ -180,6 +180,23 @@ def test_the_assistant_s_tokens_are_its_contents_and_its_stops(folder):
         assert [i for i, w in zip(ids, written) if w] == [*tokenizer.encode_turn(LOOKS["content"]), tokenizer.stop_id]
 
 
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+        ('{{ strftime_now( "%Y-%m-%d" ) }}', "2024-07-26"),
+        ("{{ strftime_now('%Y') if strftime_now is defined else 'some day' }}", "some day"),
+        ("{% if strftime_now is not defined %}none{% endif %}", "none"),
+    ],
+)
+def test_the_date_of_a_template_is_the_same_every_day(source, written):
+    template = ChatTemplate(source, "the model")
+    assert template.render([]) == written and template.has_clock
+    assert "strftime_now" not in template.source
+    assert ChatTemplate("none", "the model").has_clock is False
+    assert ChatTemplate(source, "the model", clock=lambda format: "today").render([]) in ("today", "")
+
+
 def test_thinking_is_switched_where_the_template_has_a_switch(folder):
     text = {thinking: Tokenizer.load(folder("qwen3"), thinking) for thinking in ("auto", "on", "off")}
     opened = {thinking: t._marked.decode(t.open_chat("x"), False) for thinking, t in text.items()}

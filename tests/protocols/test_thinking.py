@@ -4,6 +4,8 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.datasets.conversations import Conversation
+from r3lite.datasets.trajectories import encode_rows, parts_of
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -178,3 +180,69 @@ def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
         transcript.write(layout.tokenizer.encode(text))
         seen.append(layout.readable(transcript, ended=False))
     assert seen == ["", "", "", "Ada", "<this> is"]
+
+
+SECOND = [{"role": "user", "content": "In which year?"}, {"role": "assistant", "content": "Let us see: 1987."}]
+LATER = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "<think>\nA town.\n</think>\n\nIn Rome."},
+]
+TALK = [*ASKED, {"role": "assistant", "content": TRACE}, *SECOND, *LATER]
+LAYOUT = LengthSettings()
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+@pytest.mark.parametrize(
+    ("family", "thinking"), [("qwen3", "on"), ("r1", "auto"), ("qwen2.5", "auto"), ("gemma", "auto")]
+)
+def test_each_reply_is_trained_on_after_the_template_s_own_prompt(folder, family, thinking, system):  # noqa: F811
+    """Thoughts of earlier replies stood before later ones, although the template removes them."""
+    tokenizer = Tokenizer.load(folder(family), thinking)
+    messages = [*system, *TALK]
+    layout = Layout(tokenizer, Chat(), LAYOUT)
+    replies = []
+    for part in parts_of(Conversation("1", tuple(messages)), layout):
+        ids, mask = tokenizer.chat(part.messages)
+        starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+        for start in starts:
+            end = ids.index(tokenizer.stop_id, start) + 1
+            reply = shown(layout, ids[start : end - 1])
+            number = next(
+                i for i, m in enumerate(messages) if m["content"].endswith(reply.split("</think>")[-1].strip())
+            )
+            before = tokenizer.template.render(tokenizer.folded(messages[:number]), prompt=True)
+            assert shown(layout, ids[:start]) == before
+            assert all(mask[start:end])
+            replies.append((number - len(system), "</think>" in reply))
+    # R1's prompt opens a thought, so that the reply without one has an empty one.
+    assert sorted(replies) == [(1, True), (3, family == "r1"), (5, True)]
+
+
+def test_a_reply_that_is_not_trained_on_has_no_part(folder):  # noqa: F811
+    layout = Layout(Tokenizer.load(folder("qwen3"), "on"), Chat(), LAYOUT)
+    ignored = {**TALK[1], "train": False}
+    assert parts_of(Conversation("1", (TALK[0], ignored, *TALK[2:])), layout) == [
+        Conversation("1", (TALK[0], ignored, *TALK[2:]))
+    ]
+    alone = Conversation("1", (*TALK[:2], SECOND[0]))  # whose only reply is trained on in its part
+    assert [len(part.messages) for part in parts_of(alone, layout)] == [2]
+
+
+def test_it_is_told_how_many_rows_are_trained_on(folder, capsys):  # noqa: F811
+    layout = Layout(Tokenizer.load(folder("qwen3"), "on"), Chat(), LAYOUT)
+    rows = encode_rows([Conversation("1", tuple(TALK))], layout)
+    assert len(rows) == 2 and "1 rows are trained on as 2: " in capsys.readouterr().err
+    encode_rows([Conversation("1", tuple(ASKED + SECOND[1:]))], layout)
+    assert "trained on as" not in capsys.readouterr().err
+
+
+def test_a_client_s_earlier_replies_lose_their_thoughts(folder):  # noqa: F811
+    for family, thinking in (("qwen3", "on"), ("r1", "auto"), ("qwen3", "auto")):
+        tokenizer = Tokenizer.load(folder(family), thinking)
+        earlier = [*ASKED, {"role": "assistant", "content": TRACE}]
+        text = tokenizer.template.render([*earlier, SECOND[0]], prompt=True)
+        opened = tokenizer._marked.decode(tokenizer.open_chat(SECOND[0]["content"], earlier=earlier), False)
+        assert opened == text and "Hm, which book?" not in opened
+    tokenizer = Tokenizer.load(folder("qwen2.5"))
+    kept = tokenizer._marked.decode(tokenizer.open_chat("x", earlier=earlier), False)
+    assert "Hm, which book?" in kept  # by a template that keeps thoughts

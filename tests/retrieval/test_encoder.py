@@ -94,6 +94,8 @@ def test_bf16_gives_nearly_the_same_vectors_of_length_one(minilm):
         ("intfloat/e5-base-v2", "e5"),
         ("intfloat/multilingual-e5-small", "e5"),
         ("models/my_e5/", "e5"),
+        ("intfloat/multilingual-e5-large-instruct", "e5-instruct"),
+        ("intfloat/e5-mistral-7b-instruct", "e5-instruct"),
         ("sentence-transformers/all-MiniLM-L6-v2", "plain"),
         ("someone/le5a", "plain"),
     ],

@@ -25,6 +25,17 @@ def test_another_encoder_or_style_is_refused(tmp_path, minilm):
     assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
 
 
+def test_a_hashing_index_of_texts_in_another_form_is_refused(tmp_path):
+    """Its words with accents may be others than those of a query."""
+    save(tmp_path / "i")
+    manifest = tmp_path / "i" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    assert values.pop("text_form") == "NFKC"
+    manifest.write_text(json.dumps(values))  # as indexes of before have it
+    with pytest.raises(R3LiteError, match="was built with text_form None, not NFKC"):
+        index.load(tmp_path / "i", encoder_settings())
+
+
 def test_what_cannot_be_rebuilt_in_its_folder_is_built_in_another(tmp_path, minilm):
     """The errors said to build it in the same folder, which is refused."""
     save(tmp_path / "hashed")

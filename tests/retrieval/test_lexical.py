@@ -8,6 +8,7 @@ import pytest
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
+from r3lite.retrieval.encoder import HashingEncoder
 from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -41,6 +42,30 @@ def test_only_passages_that_share_a_word_are_found():
         ["c"], [], [], [], ["b", "c"]
     ]  # fmt: skip
     assert lexical.search([], 5) == []
+
+
+SINGLE = [Document(n, "", f"Apollo {n} was flown by {who}.") for n, who in (("7", "Ann"), ("8", "Bob"), ("9", "Cem"))]
+SINGLE += [Document(v, "", f"Vitamin {v} is in food.") for v in "AK"] + [Document("of", "", "Apollo's crew")]
+
+
+def test_a_word_may_have_one_character():
+    """Apollo 7, 8 and 9 were one, and vitamin A and K: the first passage came for all of them."""
+    lexical = Lexical(SINGLE)
+    queries = ["Apollo 9", "Who flew Apollo 8?", "vitamin K"]
+    assert [found[0].id for found in lexical.search(queries, 1)] == ["9", "8", "K"]
+    # Nor is the s of a possessive a word: it would stand in half of all passages.
+    assert lexical.search(["s"], 5) == lexical.search(["Ann's"], 5, own=[(1, 5)]) == [[]]
+    assert [found.id for found in Lexical([Document("d", "", "C\u00f4te d'Ivoire")]).search(["d"], 1)[0]] == ["d"]
+
+
+def test_accents_and_widths_of_one_word_meet():
+    """A letter with its accent and the same in two characters were two words."""
+    texts = ["S\u00e3o Paulo", "Zu\u0308rich", "\uff34\uff4f\uff4b\uff59\uff4f", "the \ufb01sh"]
+    queries = ["Sa\u0303o", "z\u00fcrich", "tokyo", "fish"]
+    documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
+    hashing = index.build(HashingEncoder.fit(texts), documents)
+    for found in (Lexical(documents).search(queries, 1), hashing.search(queries, 1)):
+        assert [row[0].id for row in found] == ["0", "1", "2", "3"]
 
 
 def test_of_equal_scores_the_first_passage_comes_first():

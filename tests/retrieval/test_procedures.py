@@ -31,6 +31,9 @@ VECTORS = {"near one": (1, 0), "near two": (0.6, 0.8), "far": (-1, 0), "One how"
 class Turned:
     """An encoder of two dimensions: the vector of a text is what VECTORS say."""
 
+    def __init__(self):
+        self.settings = {}
+
     def encode_queries(self, queries):
         return np.array([VECTORS[q] for q in queries], np.float32)
 

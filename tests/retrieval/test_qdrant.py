@@ -53,6 +53,19 @@ def test_what_it_finds_is_what_an_exact_index_finds(server, encoder, settings):
         assert {d.source for d in ours} == {ADDRESS}
 
 
+def test_vectors_for_dot_products_are_not_compared_by_cosine(server, encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "settings", encoder.settings | {"similarity": "dot"})
+    qdrant.fill(ADDRESS, PASSAGES, encoder)
+    assert server.get_collection("towns").config.params.vectors.distance == "Dot"
+    server.delete_collection("towns")
+    from qdrant_client import models
+
+    vectors = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+    server.create_collection("towns", vectors)
+    with pytest.raises(R3LiteError, match=r"with Cosine distance, but .* needs 384 with Dot"):
+        qdrant.Collection(ADDRESS, encoder).check()
+
+
 def test_many_queries_are_several_requests(server, encoder, settings, monkeypatch):
     qdrant.fill(ADDRESS, PASSAGES, encoder)
     together = ask(settings)

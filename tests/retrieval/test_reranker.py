@@ -8,6 +8,7 @@ import torch
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.retrieval.conventions import MODEL_KEYS
 from r3lite.retrieval.reranker import CrossEncoder, Reranked
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -60,6 +61,62 @@ def test_pairs_are_cut_where_sentence_transformers_cuts_them(folder, tmp_path):
     theirs.save_pretrained(str(tmp_path / "saved"))
     logits = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
     assert CrossEncoder(str(tmp_path / "saved")).scores(PAIRS) == pytest.approx(logits.tolist(), abs=1e-4)
+
+
+def saved(folder, tmp_path, **how):
+    """The cross-encoder as sentence-transformers writes it."""
+    from sentence_transformers import CrossEncoder as Theirs
+
+    theirs = Theirs(str(folder), device="cpu", **how)
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    return tmp_path / "saved", theirs
+
+
+def test_the_default_prompt_stands_before_the_query(folder, tmp_path):
+    """It was left out, and scores were those of other texts."""
+    prompts = {"search": "Find what answers: ", "other": "x"}
+    place, theirs = saved(folder, tmp_path, prompts=prompts, default_prompt_name="search")
+    logits = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert CrossEncoder(str(place)).scores(PAIRS) == pytest.approx(logits.tolist(), abs=1e-4)
+
+
+def written(place, name: str, **changes) -> None:
+    path = place / name
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def test_every_key_of_a_cross_encoder_is_read_or_refused(folder, tmp_path):
+    from sentence_transformers.base.modules import Transformer
+
+    place, theirs = saved(folder, tmp_path)
+    assert {*theirs._get_model_config()} <= {*MODEL_KEYS["CrossEncoder"]}
+    file = "sentence_bert_config.json"
+    usual = json.loads((place / file).read_text(encoding="utf-8"))
+    for key in Transformer.config_keys:
+        if key in ("unpad_inputs",):
+            continue
+        written(place, file, **{key: {"x": 1}})
+        with pytest.raises(R3LiteError, match=f"{key} is "):
+            CrossEncoder(str(place))
+        (place / file).write_text(json.dumps(usual), encoding="utf-8")
+    CrossEncoder(str(place))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config_sentence_transformers.json", {"activation_fn": "torch.nn.GELU"}, "activation_fn is GELU"),
+        ("config.json", {"sentence_transformers": {"activation_fn": "a.Softmax"}}, "activation_fn is Softmax"),
+        ("config_sentence_transformers.json", {"model_type": "SentenceTransformer"}, "model_type is 'SentenceTransf"),
+        ("config_sentence_transformers.json", {"of_next_year": 1}, "of_next_year is 1, which r3lite does not support"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "prompts.x is missing"),
+    ],
+)
+def test_another_cross_encoder_is_refused(folder, tmp_path, name, changes, words):
+    place, _ = saved(folder, tmp_path)
+    written(place, name, **changes)
+    with pytest.raises(R3LiteError, match=words):
+        CrossEncoder(str(place))
 
 
 def test_in_bf16_scores_are_nearly_the_same(folder):

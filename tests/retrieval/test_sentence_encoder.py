@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
-from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, make_encoder
+from r3lite.retrieval.conventions import MODEL_KEYS, read_conventions
+from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, known_dimension, make_encoder
 from tests.built_index import encoder_settings, save
 
 DOCUMENTS = [Document(str(i), title, text) for i, (title, text) in enumerate([("Oslo", "a city in Norway"), ("", "x")])]
@@ -31,7 +32,7 @@ def made(tmp_path_factory):
     sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
-    def make(kind: str, pooling: str, prompts: dict | None = None):
+    def make(kind: str, pooling: str, prompts: dict | None = None, normalized: bool = True, **how):
         torch.manual_seed(0)
         folder = tmp_path_factory.mktemp(kind)
         words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -46,8 +47,10 @@ def made(tmp_path_factory):
                 parameter.normal_(1.0 if "orm.weight" in name else 0.0, 0.3)
         model.save_pretrained(folder)
         transformer = Transformer(str(folder), max_seq_length=64)
-        modules = [transformer, Pooling(32, pooling_mode=pooling), Normalize()]
-        theirs = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+        modules = [transformer, Pooling(32, pooling_mode=pooling)]
+        if normalized:
+            modules.append(Normalize())
+        theirs = SentenceTransformer(modules=modules, prompts=prompts, device="cpu", **how)
         out = tmp_path_factory.mktemp(f"{kind}-{pooling}")
         theirs.save_pretrained(str(out))
         return out, theirs
@@ -116,6 +119,96 @@ def test_another_network_in_bf16(made):
     assert found.dtype == np.float32 and coarse.settings["dtype"] == "bf16"
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(len(QUERIES)), abs=1e-6)
     assert 0 < np.linalg.norm(found - wanted, axis=1).max() < 0.1
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("how", [{"truncate_dim": 12}, {"similarity_fn_name": "dot"},
+                                 {"truncate_dim": 12, "similarity_fn_name": "dot"}])  # fmt: skip
+@pytest.mark.parametrize("kind", ["xlm-roberta", "modernbert"])
+def test_vectors_are_cut_and_compared_as_the_folder_says(made, kind, how, normalized):
+    """64 dimensions were wanted and 384 made; those for dot products were compared by their cosine."""
+    folder, theirs = made(kind, "mean", normalized=normalized, **how)
+    ours = make_encoder(encoder_settings(str(folder), "auto"), [], batch_size=2)
+    vectors, of_queries = ours.encode_passages(DOCUMENTS, lambda n: None), ours.encode_queries(QUERIES)
+    texts = [f"{d.title} {d.text}".strip() for d in DOCUMENTS]
+    expected = theirs.similarity(theirs.encode(QUERIES), theirs.encode(texts)).numpy()
+    assert of_queries @ vectors.T == pytest.approx(expected, abs=1e-4)
+    assert ours.dimension == ours.settings["dimension"] == known_dimension(str(folder)) == how.get("truncate_dim", 32)
+    as_they_are = "similarity_fn_name" in how and (not normalized or "truncate_dim" in how)
+    assert ("similarity" in ours.settings) == as_they_are
+    if as_they_are:
+        assert vectors == pytest.approx(theirs.encode(texts), abs=1e-4)
+
+
+def test_an_index_of_dot_products(made, tmp_path):
+    folder, theirs = made("xlm-roberta", "cls", normalized=False, similarity_fn_name="dot")
+    texts = ["oslo", "a city in norway", "x x x x", "which city is in oslo b", "b b a"]
+    documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
+    save(tmp_path / "i", documents, str(folder))
+    assert json.loads((tmp_path / "i" / "manifest.json").read_text())["similarity"] == "dot"
+    opened = index.load(tmp_path / "i", encoder_settings(str(folder)))
+    (ranked,) = opened.search(["which city"], 5)
+    products = theirs.similarity(theirs.encode(["which city"]), theirs.encode(texts)).numpy()[0]
+    assert [int(document.id) for document in ranked] == np.argsort(-products).tolist()
+    assert [document.score for document in ranked] == pytest.approx(sorted(products, reverse=True), rel=1e-4)
+    manifest = tmp_path / "i" / "manifest.json"
+    cosine = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "similarity"}
+    manifest.write_text(json.dumps(cosine))  # as an index of before has it
+    with pytest.raises(R3LiteError, match="was built with similarity None, not dot"):
+        index.load(tmp_path / "i", encoder_settings(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"similarity_fn_name": "euclidean"}, "similarity_fn_name is 'euclidean', not one of cosine, dot"),
+        ({"similarity_fn_name": "maxsim"}, "similarity_fn_name is 'maxsim'"),
+        ({"truncate_dim": 0}, "truncate_dim is 0"),
+        ({"model_type": "SparseEncoder"}, "model_type is 'SparseEncoder', not one of SentenceTransformer"),
+        ({"of_next_year": {"a": 1}}, "of_next_year is .*, which r3lite does not support"),
+    ],
+)
+def test_what_a_folder_says_and_nothing_here_does_is_refused(made, tmp_path, change, words):
+    folder = shutil.copytree(made("xlm-roberta", "mean")[0], tmp_path / "changed")
+    path = folder / "config_sentence_transformers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(R3LiteError, match=words):
+        make_encoder(encoder_settings(str(folder), "auto"), [])
+
+
+def test_every_key_that_sentence_transformers_writes_is_known_or_left_to_it(made, tmp_path):
+    """A key that nobody read changed vectors in silence: a test of each key that the writer has."""
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    folder, theirs = made("xlm-roberta", "mean")
+    assert {*theirs._get_model_config(), "truncate_dim"} <= {*MODEL_KEYS["SentenceTransformer"]}
+    folder = shutil.copytree(folder, tmp_path / "changed")
+    assert read_conventions(str(folder)).other is None
+    kinds = {"sentence_bert_config.json": Transformer, "1_Pooling/config.json": Pooling}
+    kinds["2_Normalize/config.json"] = Normalize
+    read_here = {"pooling_mode", "include_prompt", "embedding_dimension"}
+    for name, module in kinds.items():
+        usual = json.loads((folder / name).read_text())
+        assert {*usual} <= {*module.config_keys}
+        for key in [*module.config_keys, "of_next_year"]:
+            if key not in read_here:
+                (folder / name).write_text(json.dumps(usual | {key: {"x": 1}}))
+                assert read_conventions(str(folder)).other == f"it has {key}"
+        (folder / name).write_text(json.dumps(usual))
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([modules[0] | {"kwargs": ["task"]}, *modules[1:]]))
+    assert read_conventions(str(folder)).other == "it has kwargs of its module Transformer"
+
+
+def test_an_instruct_model_of_e5_has_its_own_prefixes(made, tmp_path):
+    """It got "query: " and "passage: " by its name, which are not its own (cosine .67)."""
+    folder, theirs = made("xlm-roberta", "mean")
+    place = shutil.copytree(folder, tmp_path / "multilingual-e5-large-instruct")
+    ours = make_encoder(encoder_settings(str(place), "auto"), [])
+    task = "Given a web search query, retrieve relevant passages that answer the query"
+    assert ours.settings["style"] == "e5-instruct"
+    assert_equal(ours, theirs, (f"Instruct: {task}\nQuery: ", ""))
+    assert make_encoder(encoder_settings(str(place), "e5"), []).prefixes == ("query: ", "passage: ")
 
 
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):

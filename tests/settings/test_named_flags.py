@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "r3lite"
 # Of torchrun, vLLM, llama.cpp, llama-gguf-split, TensorBoard and nvidia-smi; and that every command has.
 OTHERS = {
     "--nproc-per-node", "--enable-lora", "--max-lora-rank", "--logprobs-mode", "--max-model-len", "--lora", "--merge",
-    "--logdir", "--query-gpu", "--id", "--help", "--setting",
+    "--jinja", "--chat-template-file", "--logdir", "--query-gpu", "--id", "--help", "--setting",
 }  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""The folder of a model of the Hugging Face hub: what is downloaded of it, or is there already.
+
+Small files of its root, then the weights that they name: a repository may have the same weights several times
+(`consolidated.safetensors`, `onnx/`, `original/`).
+"""
+
+from pathlib import Path
+
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_text, within
+from r3lite.core.records import Record, Source
+from r3lite.models.tensor_files import INDEX, SINGLE, indexed_files
+
+ROOT = ("*.json", "*.txt", "*.jinja")
+BELOW = "*/*"
+MODULES = "modules.json"  # of sentence-transformers: modules have folders, with files of their own
+OF_MODULE = ("*.json", "*.txt", "*.safetensors")
+REMEDY = (
+    "Check the name and the connection, or copy the model's config.json, tokenizer.json, tokenizer_config.json "
+    "and *.safetensors to a folder and pass --model FOLDER. --model tiny needs no download."
+)
+
+
+def download(model: str) -> Path:
+    """The folder of a hub id. Without a connection it is the cached one, if it has the weights.
+
+    Of the small files nobody knows which a library reads, and one that r3lite lacks is named where it is read.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    incomplete = getattr(errors, "IncompleteSnapshotError", ())  # of 1.22 and later; before, what is cached is taken
+    try:
+        try:
+            small = {"allow_patterns": list(ROOT), "ignore_patterns": [BELOW]}
+            folder = Path(huggingface_hub.snapshot_download(model, **small))
+        except incomplete as error:
+            folder = Path(error.snapshot_path)
+        # Of the same commit, which is the folder's name.
+        weights = {"allow_patterns": weight_files(folder), "revision": folder.name}
+        return Path(huggingface_hub.snapshot_download(model, **weights))
+    except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that it uses
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}"
+        raise R3LiteError(cause, REMEDY) from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The files of weights that the small files of a model name, and the files of its modules; patterns among them."""
+    files = [SINGLE]
+    if (folder / INDEX).is_file():
+        files = indexed_files(folder)
+    path = folder / MODULES
+    if path.is_file():
+        listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
+        for module in listed.records("modules"):
+            place = module.text("path", "", blank=True)
+            if place:
+                files += [f"{place}/{pattern}" for pattern in OF_MODULE]
+    return files

@@ -1,0 +1,84 @@
+"""What transformers makes of a tokenizer: since version 5 some of its classes split text by a rule of their own.
+
+Such a class takes vocabulary and merges from `tokenizer.json` and ignores the file's rule; version 4, llama.cpp and
+r3lite follow the file. The rules are those of transformers 5.24.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from r3lite.core.files import read_record
+from r3lite.core.records import Record
+
+QWEN2, GPT2, LLAMA = "Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer"
+FOLLOWS_THE_FILE = "PreTrainedTokenizerFast"  # the class that does, in versions 4 and 5
+ALWAYS = {"qwen2": QWEN2}  # by model type, whatever class the folder names
+UNNAMED = {"qwen3": QWEN2}  # by model type, if the folder names none
+NEVER = ("mistral",)  # model types of which the class is not asked for
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Their splitting depends on what stands before and after: between special tokens, at the beginning, in a line.
+PIECES = ("Who, in 1987 and 12345?", "I'LL go\n\n  but don't.", " x\t y", "\nThe end", "\u6f22\u5b57")
+
+
+def other_class(folder: Path, definition: Record, text: str) -> str | None:
+    """The class by which transformers gives other tokens than the folder's `tokenizer.json`; None if there is none.
+
+    Both encode PIECES between special tokens, and `text`.
+    """
+    config = read_record(folder / "tokenizer_config.json", "")
+    name = class_of(folder, config)
+    changes = _rule(name, config, definition.values)
+    if changes is None:
+        return None
+    theirs = definition.values | changes
+    model = definition.values.get("model")
+    if isinstance(model, dict) and model.get("ignore_merges"):
+        theirs["model"] = model | {"ignore_merges": False}
+    if theirs == definition.values:
+        return None
+    special = [
+        token.text("content") for token in definition.records("added_tokens", ()) if token.flag("special", False)
+    ]
+    between = special[0] if special else "\n"
+    probe = between.join([*PIECES, text])
+    ids = [Backend.from_str(json.dumps(values)).encode(probe).ids for values in (definition.values, theirs)]
+    return name if ids[0] != ids[1] else None
+
+
+def class_of(folder: Path, config: Record) -> str:
+    """The class that transformers takes for a folder with this `tokenizer_config.json`; "" for its general one."""
+    path = folder / "config.json"
+    model_type = read_record(path, "").values.get("model_type") if path.is_file() else None
+    if model_type in NEVER:
+        return ""
+    named = config.values.get("tokenizer_class")
+    name = named.removesuffix("Fast") if isinstance(named, str) else UNNAMED.get(model_type, "")
+    return ALWAYS.get(model_type, name)
+
+
+def _rule(name: str, config: Record, definition: dict[str, Any]) -> dict[str, Any] | None:
+    """The keys of a `tokenizer.json` in which the class `name` has a rule of its own; None if it follows the file."""
+    if name == QWEN2:
+        words = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+        pieces = [words, _byte_level(use_regex=False)]
+        return {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}}
+    if name == GPT2:
+        return {"normalizer": None, "pre_tokenizer": _byte_level(use_regex=True)}
+    if name == LLAMA and "ByteLevel" not in json.dumps(definition.get("pre_tokenizer")):
+        scheme = "first"
+        if config.values.get("legacy"):
+            scheme = "always"
+        if config.values.get("add_prefix_space") is False:
+            scheme = "never"
+        spaces = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+        return {"normalizer": None, "pre_tokenizer": spaces}
+    return None
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
