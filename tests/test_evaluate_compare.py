@@ -80,3 +80,14 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
     assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
     assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
     assert "--data is x, but has no effect here: it needs a run without --compare" in capsys.readouterr().err
+
+
+def test_questions_at_which_a_retriever_failed_are_left_out_and_told(two, tmp_path, capsys):
+    """They counted as wrong answers, although scores.json leaves them out."""
+    lines = lines_of(two[1])
+    write_jsonl(tmp_path / "lost", [lines[0] | {"em": 0.0, "f1": 0.0, "failure": "status 503"}, *lines[1:]])
+    assert evaluate.main(["--compare", str(tmp_path / "lost"), two[1], "--output", str(tmp_path / "c")]) == 0
+    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
+    em = found["metrics"]["em"]
+    assert (found["n"], found["retrieval_failures"], em["a"], em["b"], em["p"]) == (2, 1, 0.0, 0.0, 1.0)
+    assert "the retriever failed on 1 other questions, in A or in B; they are left out" in capsys.readouterr().out

@@ -56,5 +56,7 @@ def comparison_table(found: dict) -> str:
         p = "<0.001" if m["p"] < 0.001 else f"{m['p']:.3f}"
         change = f"{m['difference']:>+9.3f}  {m['low']:>+8.3f} {m['high']:>+8.3f}"
         lines.append(f"{TITLES[name]:<18}{_number(m['a'])}{_number(m['b'])}{change} {p:>7}")
+    if failed := found.get("retrieval_failures"):
+        lines.append(f"\nthe retriever failed on {failed} other questions, in A or in B; they are left out")
     lines.append("\npaired bootstrap over questions; p is two-sided, without correction for several metrics")
     return "\n".join(lines)
