@@ -32,6 +32,7 @@ from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.settings import PpoConfig
+from r3lite.settings.rollout import is_greedy
 from r3lite.training import loop, metrics
 from r3lite.training.guard import Guard
 from r3lite.training.oversight import Oversight
@@ -137,8 +138,9 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 def check(config: PpoConfig) -> None:
     """Raises UsageError if settings contradict each other."""
-    if config.sampling.temperature == 0:
-        raise UsageError("--temperature is 0: all episodes of a question would be the same; pass 1, or a little less")
+    if is_greedy(config.sampling.temperature):
+        cause = f"--temperature is {config.sampling.temperature:g}: all episodes of a question would be the same"
+        raise UsageError(f"{cause}; pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}; it must be at most --max-hops, {config.lengths.max_hops}")
     named = named_rewards(config.reward)

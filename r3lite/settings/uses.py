@@ -14,7 +14,7 @@ from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import SERVICES, ProcedureSettings, RetrievalSettings, collection_server
-from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
+from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings, is_greedy
 from r3lite.settings.training import GuardSettings
 
 
@@ -188,7 +188,8 @@ USES = (
     Use("max_document_tokens", "retrieved documents", lambda s: s.command == "sft" or retrieves(s)),
     Use("rollout_batch_size", "a command that samples several episodes at a time", lambda s: s.command != "ask"),
     Use("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),
-    Use("top_k_sampling top_p", "a --temperature above 0", lambda s: s.temperature or s.command == "serve"),
+    Use("top_k_sampling top_p", "a --temperature above 0",
+        lambda s: s.command == "serve" or not is_greedy(s.temperature or 0)),
     # Rewards and judges
     Use("least_searches search_bonus idle_query_penalty process_judge", "a --format that searches", asks),
     Use("process_recall expand_limit", "a --format that searches and a --retriever other than none", retrieves),
