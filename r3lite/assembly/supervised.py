@@ -89,8 +89,13 @@ class SFTTrainer:
 
         The sum of losses of a micro-batch is divided by the trained tokens of all rows of the step, on all ranks.
         """
-        count, shares = sum(row.loss_tokens for row in rows), {}
-        for group in self.micro_batches(rows):
+        count, shares, groups = sum(row.loss_tokens for row in rows), {}, self.micro_batches(rows)
+        if self.policy.full and len(groups) > 1:  # each pass changes the weights
+            cause = (
+                f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {len(groups)}"
+            )
+            raise R3LiteError(cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.")
+        for group in groups:
             self.last_micro_batch = group
             loss = self.loss(group) / count
             try:
