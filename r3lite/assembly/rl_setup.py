@@ -25,6 +25,7 @@ from r3lite.memory.work import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import most_for_answer
@@ -33,7 +34,7 @@ from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.settings import PpoConfig
+from r3lite.settings import LengthSettings, PpoConfig
 from r3lite.training.earlier_run import made_by_run, sft_epochs
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
@@ -61,7 +62,7 @@ def build(
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
-    algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
+    algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     usual = command.usual("ppo", config).lora
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
     training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate, ranks)
@@ -165,6 +166,13 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
             "--num-generations or --temperature, pass --refill-limit, or train on other questions"
         )
     return ""
+
+
+def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
+    """The limits of episodes of these protocols: without a search among them there are no retrievals."""
+    if any(protocol.searches for protocol in protocols.values()):
+        return lengths
+    return replace(lengths, max_hops=0)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

@@ -30,9 +30,15 @@ class LengthSettings(Section):
     """end an episode as malformed at a repeated query, as at a blank one"""
 
     @property
+    def most_turns(self) -> int:
+        """The most turns of the model in an episode: one before each retrieval, one more that asks or reaches its token
+        limit, and that of the answer which is then forced (`Layout.close_turn`)."""
+        return self.max_hops + 2
+
+    @property
     def most_sampled(self) -> int:
         """The most tokens that the model can write in an episode."""
-        return min((self.max_hops + 1) * self.max_new_tokens, self.max_length)
+        return min(self.most_turns * self.max_new_tokens, self.max_length)
 
 
 class SamplingSettings(Section):

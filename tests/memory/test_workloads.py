@@ -42,6 +42,7 @@ def test_workloads_follow_the_settings():
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
+        assert w.writes == config.lengths.most_sampled == 7 * 256  # all turns that there can be
     assert nf4.BLOCK == 64 and not planner.weight_bytes(w, True) > planner.weight_bytes(w, False)
 
 
