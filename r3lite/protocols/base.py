@@ -53,6 +53,24 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     return any(same_query(query, other) for step in earlier for other in step.queries)
 
 
+def new_queries(steps: Sequence[Step]) -> list[int]:
+    """Of each step of an episode, how many of its queries ask something that no query before them has asked.
+
+    Blank queries are none. A step may have several. One that is marked as repeating a query has at least one that is not new.
+    """
+    counts = []
+    for number, step in enumerate(steps):
+        repeats = REPEATED_QUERY in step.faults
+        queries = list(filter(None, step.queries))
+        new: list[str] = []
+        for query in queries:
+            is_old = repeats and asked_before(query, steps[:number])
+            if not is_old and not any(same_query(query, other) for other in new):
+                new.append(query)
+        counts.append(min(len(new), len(queries) - 1) if repeats and new else len(new))
+    return counts
+
+
 def named(**faults: object) -> list[str]:
     """The names of the faults whose value is true, in order."""
     return [name for name, found in faults.items() if found]
