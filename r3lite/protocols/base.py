@@ -56,7 +56,7 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
 def new_queries(steps: Sequence[Step]) -> list[int]:
     """Of each step of an episode, how many of its queries ask something that no query before them has asked.
 
-    Blank queries are none. A step may have several. One that is marked as repeating a query has at least one that is not new.
+    Blank queries are none. A step may have several; if it is marked as repeating a query, at least one is not new.
     """
     counts = []
     for number, step in enumerate(steps):
