@@ -3,12 +3,12 @@
 A protocol knows text and steps, but no tokens, no limits and no model: `transcript.Layout` lays its text out in tokens.
 """
 
-import re
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from r3lite.core.answer_match import split_words
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
@@ -45,7 +45,7 @@ def same_query(a: str, b: str) -> bool:
 
 def _words(text: str) -> list[str]:
     visible = (c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
-    return re.findall(r"\w+", "".join(visible).casefold())
+    return split_words("".join(visible))
 
 
 def asked_before(query: str, earlier: Sequence[Step]) -> bool:
