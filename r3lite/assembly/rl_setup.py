@@ -13,6 +13,7 @@ from itertools import chain
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
+from r3lite.assembly.inputs import of_rl
 from r3lite.assembly.policy import Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
@@ -73,7 +74,8 @@ def build(
     data = f"{teacher.identity(rl)}{read:08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
-    state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
+    inputs = ranks.shared(lambda: of_rl(config, questions, held_out, protocols))
+    state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)

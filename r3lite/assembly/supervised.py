@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from r3lite.assembly.inputs import of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
@@ -52,7 +53,8 @@ class SFTTrainer:
             "trainable_parameters": sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"]),
         }
         data = fingerprint([*rows, *held_out])
-        self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
+        inputs = self.ranks.shared(lambda: of_adapter(config.model))
+        self.state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts)
         self.last_micro_batch: list[Row] = []
 
     def step(self, number: int) -> tuple[dict, int]:

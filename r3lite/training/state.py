@@ -37,6 +37,7 @@ class TrainState:
     save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form, or the model, into a folder
     result: str = ADAPTER  # or MODEL: the name of that folder in a run
     data: str = ""  # fingerprint of the training data: a run can only be resumed on the same
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints of what else it reads, by what that is
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
     parts: dict[str, Stateful] = field(default_factory=dict)  # further parts of checkpoints, by name
     num_tokens: int = 0  # processed so far, without padding
@@ -81,11 +82,13 @@ class TrainState:
         for name, state in snapshot["kept"].items():
             if "tensors" in state:
                 tensors[name] = state.pop("tensors")
-        described = {"step": step, **run, "precision": self.precision.state_dict(), "data": self.data}
+        described = {"step": step, **run, "precision": self.precision.state_dict()}
+        described |= {"data": self.data, "inputs": self.inputs}
         return Checkpoint(step, tensors, described | snapshot)
 
     def restore(self, loaded: Checkpoint) -> None:
         """Loads a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
+        self._check_inputs(loaded.state.get("inputs", {}))
         self.precision.load_state_dict(loaded.state["precision"])
         parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
@@ -101,6 +104,12 @@ class TrainState:
         self.go_back(loaded)
         set_random_state(loaded.tensors["random"])
         self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
+
+    def _check_inputs(self, then: dict[str, str]) -> None:
+        """Raises R3LiteError if an input is not what it was; those that only one side knows count as unchanged."""
+        if changed := [name for name, value in self.inputs.items() if then.get(name, value) != value]:
+            cause = f"what the run reads has changed since it started: {', '.join(changed)}"
+            raise R3LiteError(cause, "Restore it, or start a new run with another --output.")
 
     def go_back(self, loaded: Checkpoint) -> None:
         """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
