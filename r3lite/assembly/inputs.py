@@ -1,5 +1,5 @@
-"""What a training run reads beside its data and its base, as fingerprints of the content: a run that is resumed with
-other content under the same names is another run.
+"""What a run of training or of `collect` reads beside its data and its base, as fingerprints of the content: a run that
+is resumed with other content under the same names is another run.
 
 A file or folder that is not here, such as a model of the hub or a server's passages, has no fingerprint.
 """
@@ -14,7 +14,7 @@ from r3lite.core.files import content_fingerprint, folder_fingerprint
 from r3lite.models.lora import CONFIG, adapter_folder
 from r3lite.protocols.base import Protocol
 from r3lite.rewards.registry import named_rewards
-from r3lite.settings import ModelSettings, PpoConfig, ProtocolSettings, RetrievalSettings, RewardSettings
+from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSettings, RetrievalSettings, RewardSettings
 
 
 def of_adapter(model: ModelSettings) -> dict[str, str]:
@@ -34,6 +34,14 @@ def of_rl(
     found |= of_retrieval(config.retrieval)
     if config.judge.judge == "local":
         found |= of_model("the model of --judge-model", config.judge.judge_model)
+    return found
+
+
+def of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
+    """All inputs of a run of `collect` that may be gone on with, but for the questions, of which there may be more."""
+    found = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
+    if config.collect.source == "self":
+        found |= of_model("the model of --model", config.model.model) | of_adapter(config.model)
     return found
 
 

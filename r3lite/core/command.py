@@ -184,6 +184,15 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
         )
 
 
+def refuse_other_inputs(then: dict[str, str], now: dict[str, str], remedy: str) -> None:
+    """Raises R3LiteError if a fingerprint of what a run reads is not what it was when the run started; by its names.
+
+    What only one of the two has counts as unchanged: earlier versions knew less.
+    """
+    if changed := [name for name, value in now.items() if then.get(name, value) != value]:
+        raise R3LiteError(f"what the run reads has changed since it started: {', '.join(changed)}", remedy)
+
+
 def check_output(
     output: Path, command: str, config: Any, known: Collection[str] = (), free: Collection[str] = ()
 ) -> set[str]:

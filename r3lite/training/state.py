@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from r3lite.core.command import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
@@ -88,7 +89,8 @@ class TrainState:
 
     def restore(self, loaded: Checkpoint) -> None:
         """Loads a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
-        self._check_inputs(loaded.state.get("inputs", {}))
+        remedy = "Restore it, or start a new run with another --output."
+        refuse_other_inputs(loaded.state.get("inputs", {}), self.inputs, remedy)
         self.precision.load_state_dict(loaded.state["precision"])
         parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
@@ -104,12 +106,6 @@ class TrainState:
         self.go_back(loaded)
         set_random_state(loaded.tensors["random"])
         self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
-
-    def _check_inputs(self, then: dict[str, str]) -> None:
-        """Raises R3LiteError if an input is not what it was; those that only one side knows count as unchanged."""
-        if changed := [name for name, value in self.inputs.items() if then.get(name, value) != value]:
-            cause = f"what the run reads has changed since it started: {', '.join(changed)}"
-            raise R3LiteError(cause, "Restore it, or start a new run with another --output.")
 
     def go_back(self, loaded: Checkpoint) -> None:
         """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
