@@ -11,6 +11,7 @@ from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import sole_writer
 from r3lite.datasets.collected import check_output, read_earlier
 from r3lite.settings import CollectConfig
+from r3lite.settings.rollout import is_greedy
 
 
 def run(config: CollectConfig) -> None:
@@ -42,8 +43,12 @@ def plan(config: CollectConfig) -> str:
 def write_trajectories(config: CollectConfig) -> None:
     if config.collect.source == "teacher" and config.judge.judge == "local":
         raise UsageError("--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url")
-    if config.collect.source == "self" and config.sampling.temperature == 0 and config.collect.num_generations > 1:
-        raise UsageError("--temperature 0 always samples the same episode: pass --num-generations 1")
+    if (
+        config.collect.source == "self"
+        and is_greedy(config.sampling.temperature)
+        and config.collect.num_generations > 1
+    ):
+        raise UsageError("--temperature 0, or next to it, always samples the same episode: pass --num-generations 1")
     if config.collect.baseline != "none" and config.retrieval.retriever == "none":
         raise UsageError("--baseline rag needs a retriever, but --retriever is none")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from r3lite.core import command
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, sole_writer, sweep, write_text
 from r3lite.reports import png
 from r3lite.reports.data import DataFile, of_questions, read_data
@@ -80,18 +81,22 @@ def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     """Of each evaluation, by name, how it compares with the first one that answered the same questions."""
     from r3lite.evaluation.comparisons import compare
-    from r3lite.evaluation.scores import Marks
+    from r3lite.evaluation.folder import paired, predictions_of
 
     found: dict[str, tuple[str, dict]] = {}
-    firsts: dict[tuple[str, ...], Run] = {}
+    firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
     for run in runs:
-        asked = tuple(line.identifier("id") for line in run.predictions)
-        if not asked:
+        predictions = predictions_of(run.predictions)
+        if not predictions:
             continue
-        first = firsts.setdefault(asked, run)
-        if first is not run:
-            a, b = ([Marks.from_json(line) for line in some.predictions] for some in (first, run))
-            found[run.name] = first.name, compare(a, b)
+        questions = frozenset((id, question) for id, (question, _) in predictions.items())
+        first, theirs = firsts.setdefault(questions, (run, predictions))
+        if first is run:
+            continue
+        try:
+            found[run.name] = first.name, compare(*paired(theirs, predictions))
+        except R3LiteError as error:  # as when the retriever failed throughout
+            run.notes.append(error.cause)
     return found
 
 

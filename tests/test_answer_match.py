@@ -1,6 +1,17 @@
 import pytest
 
-from r3lite.core.answer_match import Overlap, best_overlap, exact_match, f1, hop_weight, normalize, rule_of
+from r3lite.core.answer_match import (
+    Overlap,
+    best_overlap,
+    exact_match,
+    f1,
+    hop_weight,
+    normalize,
+    rule_of,
+    split_words,
+    stands_in,
+    words,
+)
 from r3lite.core.episode import Question
 
 
@@ -175,3 +186,30 @@ def test_precision_and_recall_over_aliases_by_hand():
 
 def test_the_weight_of_hops():
     assert [hop_weight(hops) for hops in (1, 2, 3, 4, 5)] == [1, 1, 1.5, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "stands"),
+    [
+        ("東京", "日本の首都は東京です。", True),
+        ("東大", "東京大学", False),
+        ("ラーメン", "札幌ラーメン横丁", True),
+        ("北京大学", "他毕业于北京大学。", True),
+        ("กรุงเทพ", "เมืองหลวงคือกรุงเทพมหานคร", True),
+        ("2012", "2012年に", True),
+        ("दिल्ली", "भारत की राजधानी दिल्ली है", True),
+        ("की", "का", False),  # they differ in a mark
+        ("Cafe\u0301", "the Caf\u00e9", True),
+        ("서울", "수도는 서울 이다", True),
+        ("no", "north", False),
+    ],
+)
+def test_an_answer_stands_in_a_text_of_any_script(answer, text, stands):
+    """Without spaces a sentence was one word, so that no answer stood in it."""
+    assert stands_in(answer, text) == stands
+
+
+def test_words_of_several_scripts():
+    assert split_words("The U.S.-born, 3rd_x") == ["the", "u", "s", "born", "3rd_x"] and words("the a_b") == ("a_b",)
+    assert split_words("Łódź\u2013Kraków") == ["łódź", "kraków"]
+    assert split_words("2012年Tokyoへ") == ["2012", "年", "tokyo", "へ"]

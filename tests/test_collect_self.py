@@ -173,6 +173,25 @@ def test_more_questions_are_sampled_and_other_settings_refused(tmp_path, teach, 
     assert [r["id"] for r in lines(tmp_path / "own.jsonl.rejected.jsonl")] == list(NAMES)
 
 
+def test_a_file_is_not_gone_on_with_when_what_is_read_has_changed(tmp_path, teach, capsys):
+    """One file had the trajectories of two prompts, of two adapters, or of two corpora."""
+    output, prompt = tmp_path / "own.jsonl", tmp_path / "prompt.txt"
+    prompt.write_text("Now: {question}", encoding="utf-8")
+    assert teach(output, "--init-prompt", str(prompt), "--limit", "2") == 0
+    first = contents(output)
+    prompt.write_text("Then: {question}", encoding="utf-8")
+    assert teach(output, "--init-prompt", str(prompt)) == 1
+    assert "what the run reads has changed since it started: the prompts" in capsys.readouterr().err
+    assert contents(output) == first
+    settings = tmp_path / "own.jsonl.config.toml"
+    known = settings.read_text(encoding="utf-8").splitlines()
+    assert known[-1].startswith("# inputs: {") and "the model of --model" in known[-1]
+    settings.write_text("\n".join(known[:-1]), encoding="utf-8")  # as an earlier version left it
+    assert teach(output, "--init-prompt", str(prompt), "--limit", "4") == 0
+    prompt.write_text("Now: {question}", encoding="utf-8")
+    assert teach(output, "--init-prompt", str(prompt)) == 1
+
+
 def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, teach, capsys):
     dev, other = tmp_path / "dev.jsonl", tmp_path / "other.jsonl"
     rows = lines(tmp_path / "six.jsonl")
@@ -211,7 +230,8 @@ def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_p
 
 
 def test_greedy_episodes_of_one_question_would_all_be_the_same(tmp_path, teach, capsys):
-    assert teach(tmp_path / "own.jsonl", "--temperature", "0") == 2
+    for temperature in ("0", "1e-6"):
+        assert teach(tmp_path / "own.jsonl", "--temperature", temperature) == 2
     assert "pass --num-generations 1" in capsys.readouterr().err
 
 

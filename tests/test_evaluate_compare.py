@@ -142,3 +142,14 @@ def test_lists_that_do_not_match_are_refused(seeds_and_sets, tmp_path, capsys):
     assert evaluate.main(["--compare", f"{a},{tmp_path / 'c.jsonl'}", f"{b},{tmp_path / 'd.jsonl'}"]) == 1
     told = capsys.readouterr().err
     assert "c.jsonl and " in told and "have 1 questions in common, such as two1, but not all" in told
+
+
+def test_questions_at_which_a_retriever_failed_are_left_out_and_told(two, tmp_path, capsys):
+    """They counted as wrong answers, although scores.json leaves them out."""
+    lines = lines_of(two[1])
+    write_jsonl(tmp_path / "lost", [lines[0] | {"em": 0.0, "f1": 0.0, "failure": "status 503"}, *lines[1:]])
+    assert evaluate.main(["--compare", str(tmp_path / "lost"), two[1], "--output", str(tmp_path / "c")]) == 0
+    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
+    em = found["metrics"]["em"]
+    assert (found["n"], found["retrieval_failures"], em["a"], em["b"], em["p"]) == (2, 1, 0.0, 0.0, 1.0)
+    assert "the retriever failed on 1 other questions, in A or in B; they are left out" in capsys.readouterr().out

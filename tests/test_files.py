@@ -15,6 +15,7 @@ from r3lite.core import files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import (
     append_jsonl,
+    content_fingerprint,
     folder_fingerprint,
     names_in,
     read_jsonl,
@@ -295,3 +296,23 @@ def test_a_fingerprint_of_large_weights_reads_a_sample_of_all_parts(tmp_path, mo
         weights.write_bytes(content)
         found.append(folder_fingerprint(tmp_path))
     assert len(set(found)) == 1 + 4
+
+
+def test_the_content_of_files_and_folders_is_told_apart(tmp_path, monkeypatch):
+    folder = tmp_path / "a"
+    (folder / "b").mkdir(parents=True)
+    (folder / "one").write_bytes(bytes(200_000))
+    (folder / "b" / "two").write_bytes(b"x")
+    found = [content_fingerprint(folder)]
+    (folder / ".lock").write_bytes(b"y")
+    assert content_fingerprint(folder) == found[0] and content_fingerprint(folder / "one") != found[0]
+    with (folder / "one").open("r+b") as file:
+        file.seek(123_456)
+        file.write(b"z")
+    found.append(content_fingerprint(folder))
+    (folder / "b" / "two").rename(folder / "b" / "three")
+    found.append(content_fingerprint(folder))
+    monkeypatch.setattr(files, "MAX_TEXT", 100)  # above which a file is read in pieces
+    (folder / "one").write_bytes(bytes(200_001))
+    found.append(content_fingerprint(folder))
+    assert len(set(found)) == 4

@@ -8,6 +8,7 @@ import torch
 
 from r3lite import ask, export, ppo, sft
 from r3lite.assembly import supervised
+from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.models import full_tuning, lora
@@ -82,6 +83,20 @@ def test_all_rows_of_a_step_are_one_pass(toy, tmp_path, monkeypatch):  # noqa: F
     arguments = [*FULL, "--batch-size", "5", "--max-steps", "2", "--validation-rows", "0"]
     assert sft.main([*toy, *arguments, "--output", str(tmp_path / "run")]) == 0
     assert [[len(group) for group in groups] for groups in made] == [[5], [5]]
+
+
+def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """With gradient_accumulation at the top of a config file, each pass took an optimizer step."""
+    file = tmp_path / "all.toml"
+    file.write_text("gradient_accumulation = 4\n", encoding="utf-8")
+    arguments = [*toy, *FULL, "--max-steps", "1", "--config", str(file), "--output", str(tmp_path / "run")]
+    assert sft.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert "--gradient-accumulation is 4, but has no effect here: it needs a run without --no-lora" in told
+    assert f"(in {file} it may stand in the table of another command)" in told
+    monkeypatch.setattr(command, "check_used", lambda *settings: None)  # as of a run that an earlier version began
+    assert sft.main(arguments) == 1
+    assert "the 8 rows of a step must be one pass through the model, not 4" in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy, tmp_path, monkeypatch, capsys):  # noqa: F811

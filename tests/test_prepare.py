@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 
 from r3lite import prepare
+from r3lite.core.answer_match import normalize
 from r3lite.core.files import read_jsonl
 from r3lite.datasets import splits
 from r3lite.datasets.qa import read_questions
@@ -163,3 +164,13 @@ def test_a_data_set_known_by_name_has_held_out_questions_of_its_own(tmp_path, mo
     assert splits.held_out("hotpotqa", "mine.jsonl") == "mine.jsonl"
     (tmp_path / "hotpotqa").touch()
     assert splits.held_out("hotpotqa", None) is None
+
+
+def test_questions_that_differ_in_case_and_punctuation_only_are_in_one_part(tmp_path):
+    """They were told apart by every character, so that a test question could be trained on."""
+    rows = [
+        {"question": text, "answer": "x"} for i in range(20) for text in (f"Who wrote book {i}?", f"who wrote book {i}")
+    ]
+    assert run(write(tmp_path / "q.jsonl", rows), tmp_path / "out") == 0
+    asked = [normalize(row["question"]) for rows in parts(tmp_path / "out").values() for row in rows]
+    assert len(asked) == len(set(asked)) == 20

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from r3lite.core.records import MAX_DEPTH, InvalidRecord, Record, Source, parse
+from r3lite.core.records import MAX_DEPTH, InvalidRecord, Record, Source, number_text, parse
 
 
 def record(**values) -> Record:
@@ -96,3 +96,10 @@ def test_an_error_quotes_long_and_strange_values_on_one_short_line():
         with pytest.raises(InvalidRecord) as error:
             record(x=value).whole("x")
         assert len(error.value.cause) < 250 and "\n" not in error.value.cause and "\x1b" not in error.value.cause
+
+
+def test_numbers_as_text():
+    values = (7, 7.0, -3.0, 1.5, 0.1, 1e16, 1e300, float(2**63))
+    assert [number_text(value) for value in values] == [
+        "7", "7", "-3", "1.5", "0.1", "10000000000000000", "1e+300", "9.223372036854776e+18",
+    ]  # fmt: skip

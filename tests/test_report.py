@@ -105,3 +105,25 @@ def test_questions_as_a_data_set_has_them_have_an_overview(tmp_path, capsys):
         "Questions": "3", "Documents of a row": "4", "Answers": "2", "Paragraphs of a question": "2",
         "Gold paragraphs of a question": "1",
     }  # fmt: skip
+
+
+def test_questions_at_which_the_retriever_failed_are_in_no_difference_and_no_share(tmp_path):
+    """They counted as wrong answers, so that an outage looked like a worse model."""
+    a, b = evaluation(tmp_path / "a", [1.0, 0.0, 1.0]), evaluation(tmp_path / "b", [0.0, 0.0, 1.0])
+    lines = [line.values for line in read_jsonl(b / "predictions.jsonl")]
+    lines[0]["failure"] = "status 503"
+    (b / "predictions.jsonl").write_text(jsonl(reversed(lines)), encoding="utf-8")  # in another order, as well
+    assert report.main([str(a), str(b)]) == 0
+    page = (a / "report.html").read_text(encoding="utf-8")
+    assert "<td>b minus a</td><td>+0.000 (+0.000 to +0.000)</td>" in page
+    assert "<td>right</td><td>1</td><td>50.0%</td>" in page
+    assert "<td>the retriever failed</td><td>1</td><td>-</td>" in page
+
+
+def test_an_outage_of_a_whole_evaluation_is_a_note_of_the_page(tmp_path):
+    a, b = evaluation(tmp_path / "a", [1.0]), evaluation(tmp_path / "b", [0.0])
+    (line,) = read_jsonl(b / "predictions.jsonl")
+    (b / "predictions.jsonl").write_text(jsonl([line.values | {"failure": "status 503"}]), encoding="utf-8")
+    assert report.main([str(a), str(b)]) == 0
+    page = (a / "report.html").read_text(encoding="utf-8")
+    assert "b: at each of the 1 questions the retriever failed" in page and "b minus a" not in page

@@ -2,9 +2,10 @@
 
 import pytest
 
-from r3lite.assembly.rl_setup import outcome_of, warn_of_no_reward
+from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_no_reward
 from r3lite.core.invocation import with_values
-from r3lite.settings import PpoConfig
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
 from r3lite.training.guard import Guard
 
 NONE = {"rewards/outcome/mean": 0.0, "malformed_ratio": 0.5, "completions/clipped_ratio": 0.25}
@@ -69,3 +70,11 @@ def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
         "done" not in said and "gave no training signal" in said and "no answer in all 33 rounds was rewarded" in said
     )
     assert outcome_of(config, [before, *[none] * 32, some]) == outcome_of(config, [before]) == "done"
+
+
+def test_an_episode_without_searches_has_two_turns_at_most():
+    """Its length penalty began, and its constant was, where no episode of --format solution ever is."""
+    searching, other = (build_protocol(ProtocolSettings(format=name)) for name in ("r3", "solution"))
+    lengths = LengthSettings(max_hops=3, max_new_tokens=100)
+    assert limits_of(lengths, {"": searching, "chat": other}) is lengths and lengths.most_sampled == 500
+    assert limits_of(lengths, {"": other}).most_sampled == 200

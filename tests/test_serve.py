@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,39 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
     wanted = [Ask("x", "chat", "base", temperature=0.5, top_p=0.9, top_k=k) for k in (7, -1, None)]
     samplers = [answering.prepare(ask, None).transcript.sampler for ask in wanted]
     assert [(s.temperature, s.top_p, s.top_k) for s in samplers] == [(0.5, 0.9, k) for k in (7, 0, 0)]
+    answering.close()
+
+
+def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
+    """A request with a temperature of 1e-38 ended everybody's answer; it is greedy."""
+    from r3lite.assembly.answering_live import LiveAnswers
+    from r3lite.core.errors import NotFinite
+    from r3lite.serving.asks import Ask
+
+    short = ["--retriever", "none", "--dtype", "fp32", "--max-new-tokens", "24", "--max-hops", "1"]
+    answering = LiveAnswers(config(*short), lambda pairs: [[] for _ in pairs])
+
+    def answers(*asks):
+        prepared = [answering.prepare(ask, None) for ask in asks]
+        for growing in prepared:
+            answering.join(growing)
+        broken = prepared[0].transcript
+        if asks[0].text == "broken":
+            answering.iterate()
+            broken.error = NotFinite("question 0: the model's logits are not finite")
+        ended = []
+        while answering.growing:
+            ended += answering.iterate()
+        by_id = {id(growing): answer for growing, answer in ended}
+        return [by_id[id(growing)] for growing in prepared]
+
+    greedy = Ask(QUESTIONS[0], "reasoning", "base", temperature=0.0)
+    (alone,) = answers(greedy)
+    broken, other = answers(Ask("broken", "reasoning", "base"), greedy)
+    assert broken is None and other == alone
+    assert "an answer was given up: question 0: the model's logits" in capsys.readouterr().err
+    tiny = replace(greedy, temperature=1e-38, top_k=20, top_p=0.9)
+    assert answers(tiny, greedy) == [alone, alone]
     answering.close()
 
 

@@ -6,6 +6,7 @@ Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `s
 import itertools
 import random
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -138,9 +139,16 @@ class LiveAnswers:
     def leave(self, growing: Growing) -> None:
         growing.transcript.leaving = True
 
-    def iterate(self) -> list[tuple[Growing, Answer]]:
-        ended = [self.growing.pop(id(sequence)) for sequence in self.lanes.iterate()]
-        return [(g, g.answer(why_no_answer(g.transcript.episode(), g.protocol.faults))) for g in ended]
+    def iterate(self) -> list[tuple[Growing, Answer | None]]:
+        ended = []
+        for sequence in self.lanes.iterate():
+            growing, answer = self.growing.pop(id(sequence)), None
+            if sequence.error:
+                print(f"an answer was given up: {sequence.error}", file=sys.stderr)
+            else:
+                answer = growing.answer(why_no_answer(sequence.episode(), growing.protocol.faults))
+            ended.append((growing, answer))
+        return ended
 
     def restart(self) -> None:
         self.lanes.close()

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from r3lite.assembly.answering import build_engine
+from r3lite.assembly.inputs import of_collecting
 from r3lite.core.episode import Episode, Question
-from r3lite.core.files import sweep, write_text
+from r3lite.core.files import sweep
 from r3lite.core.invocation import to_toml
-from r3lite.datasets.collected import Earlier, Tally, config_of, rejections_of
+from r3lite.datasets.collected import Earlier, Tally, config_of, go_on, rejections_of
 from r3lite.datasets.demonstrations import write_gold
 from r3lite.datasets.plain_rag import write_plain_rag
 from r3lite.datasets.self_taught import Harvest
@@ -39,7 +40,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     if config.collect.source == "gold":
         return write_gold(config, questions, protocol, retrieve, output)
     client = Client(config.judge, Path(config.judge.judge_cache or replies))
-    write_text(config_of(output), to_toml(config, "collect"))
+    go_on(output, earlier, to_toml(config, "collect"), of_collecting(config, protocol))
     teacher = Teacher(config, client, protocol, retrieve)
     return teacher.gather(questions, output, earlier, 4 * config.judge.judge_concurrency)
 
@@ -49,7 +50,7 @@ def self_taught(config: CollectConfig, protocol: Protocol, setup: Setup, output:
     harvest, many = Harvest.after(earlier, setup.questions, protocol, output), config.collect.num_generations
     if harvest.waiting:
         engine, retrieve = build_engine(config, many * len(harvest.waiting)), build_retriever(setup)
-        write_text(config_of(output), to_toml(config, "collect"))
+        go_on(output, earlier, to_toml(config, "collect"), of_collecting(config, protocol))
 
         def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
             return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]

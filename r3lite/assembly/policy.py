@@ -71,9 +71,11 @@ class Policy:
     folder: Path | None = None  # of the base
 
     def train_state(
-        self, settings: OptimizerSettings, base_model: str, data: str, facts: dict, **parts: Stateful
-    ) -> TrainState:
-        """What the run's checkpoints hold: `parts` too; `data` is the fingerprint of what is trained on."""
+        self, settings: OptimizerSettings, base_model: str, data: str, inputs: dict[str, str], facts: dict,
+        **parts: Stateful,
+    ) -> TrainState:  # fmt: skip
+        """What the run's checkpoints hold: `parts` too; `data` is the fingerprint of what is trained on, `inputs` has
+        those of what else is read (`assembly/inputs.py`)."""
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
         if self.precision.device.type == "cuda":  # where it is what peak_memory_mib measures
             facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
@@ -88,6 +90,7 @@ class Policy:
             save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full else save_adapter,
             result=MODEL if self.full else ADAPTER,
             data=data,
+            inputs=inputs,
             facts=facts,
             parts={"memory": self.grant, **parts},
             ranks=self.ranks,

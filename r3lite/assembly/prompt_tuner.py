@@ -19,6 +19,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, read_jsonl, write_jsonl, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.folder import predictions_of
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.llm.client import CachingClient
 from r3lite.llm.replies import FAILURES, Reply, Request
@@ -224,7 +225,7 @@ class PromptTuner:
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
         lines = read_jsonl(self.predictions_of(candidate), "Pass another --output.")
-        return [Marks.from_json(line) for line in lines]
+        return [marks for _, marks in predictions_of(lines).values()]
 
     def predictions_of(self, candidate: Candidate) -> Path:
         return self.output / CANDIDATES / f"{candidate.id}.predictions.jsonl"

@@ -33,6 +33,7 @@ from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.settings import PpoConfig
+from r3lite.settings.rollout import is_greedy
 from r3lite.training import loop, metrics
 from r3lite.training.guard import Guard
 from r3lite.training.oversight import Oversight
@@ -143,13 +144,17 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 def check(config: PpoConfig) -> None:
     """Raises UsageError if settings contradict each other."""
-    if config.sampling.temperature == 0:
-        raise UsageError("--temperature is 0: all episodes of a question would be the same; pass 1, or a little less")
-    if (least := config.reward.least_searches) > config.lengths.max_hops:
-        raise UsageError(f"--least-searches is {least}; it must be at most --max-hops, {config.lengths.max_hops}")
+    if is_greedy(config.sampling.temperature):
+        cause = f"--temperature is {config.sampling.temperature:g}: all episodes of a question would be the same"
+        raise UsageError(f"{cause}; pass 1, or a little less")
     named = named_rewards(config.reward)
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
+    # If a step may have several queries, hops do not limit them.
+    chosen = [protocols[name] for name in names]
+    one_query = all(p.most_queries == 1 and not p.names_sources for p in chosen)  # names_sources: of a graph
+    if one_query and (least := config.reward.least_searches) > config.lengths.max_hops:
+        raise UsageError(f"--least-searches is {least}; it must be at most --max-hops, {config.lengths.max_hops}")
     if not any(protocols[name].searches for name in names):
         what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
         if idle := [reward.name for reward in named if reward.function in SEARCHING]:

@@ -14,6 +14,7 @@ from itertools import chain
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
+from r3lite.assembly.inputs import of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
@@ -26,6 +27,7 @@ from r3lite.memory.work import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import most_for_answer
@@ -34,7 +36,7 @@ from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.settings import PpoConfig
+from r3lite.settings import LengthSettings, PpoConfig
 from r3lite.training import optim
 from r3lite.training.earlier_run import made_by_run, sft_epochs
 from r3lite.training.kl_budget import KlBudget
@@ -67,7 +69,7 @@ def build(
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
-    algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
+    algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     usual = command.usual("ppo", config).lora
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
     training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.has_reference, critic_rate, ranks)
@@ -81,7 +83,8 @@ def build(
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
         adapted["kl_budget"] = budget
-    state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
+    inputs = ranks.shared(lambda: of_rl(config, questions, held_out, protocols))
+    state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
@@ -202,6 +205,13 @@ def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
 def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
     """Such as "the first 2 rounds"; `which` as in `no_reward`."""
     return f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+
+
+def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
+    """The limits of episodes of these protocols: without a search among them there are no retrievals."""
+    if any(protocol.searches for protocol in protocols.values()):
+        return lengths
+    return replace(lengths, max_hops=0)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

@@ -12,6 +12,7 @@ from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.folder import read_predictions
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import QuickstartConfig
@@ -50,7 +51,7 @@ class Stage:
     @property
     def marks(self) -> list[Marks]:
         """What was counted of every question, in the order of the test file."""
-        return [Marks.from_json(line) for line in read_jsonl(self.folder / "predictions.jsonl")]
+        return [marks for _, marks in read_predictions(self.folder).values()]
 
 
 def teacher(trajectories: Path) -> dict:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from r3lite.assembly.inputs import of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
@@ -54,7 +55,8 @@ class SFTTrainer:
             "trainable_parameters": sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"]),
         }
         data = fingerprint([*rows, *held_out])
-        self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
+        inputs = self.ranks.shared(lambda: of_adapter(config.model))
+        self.state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts)
         self.last_micro_batch: list[Row] = []
 
     def step(self, number: int) -> tuple[dict, int]:
@@ -91,8 +93,13 @@ class SFTTrainer:
 
         The sum of losses of a micro-batch is divided by the trained tokens of all rows of the step, on all ranks.
         """
-        count, shares = sum(row.loss_tokens for row in rows), {}
-        for group in self.micro_batches(rows):
+        count, shares, groups = sum(row.loss_tokens for row in rows), {}, self.micro_batches(rows)
+        if self.policy.full and len(groups) > 1:  # each pass changes the weights
+            cause = (
+                f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {len(groups)}"
+            )
+            raise R3LiteError(cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.")
+        for group in groups:
             self.last_micro_batch = group
             loss = self.loss(group) / count
             try:

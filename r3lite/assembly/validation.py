@@ -11,6 +11,7 @@ from dataclasses import replace
 from r3lite.assembly.rl_round import sample
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.datasets.qa import read_questions
+from r3lite.datasets.splits import question_key
 from r3lite.devices.ranks import Ranks
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever
@@ -75,8 +76,8 @@ def draw_from(
     against that."""
     questions = read_questions(eval_data, None, skip_bad_rows)
     drawn = random.Random(f"{seed}/validation").sample(questions, min(count, len(questions)))
-    known = {question.text for question in others}
-    if shared := sum(question.text in known for question in drawn):
+    known = {question_key(question.text) for question in others}
+    if shared := sum(question_key(question.text) in known for question in drawn):
         print(f"warning: {shared} of {len(drawn)} questions of --eval-data {why_not}", file=sys.stderr)
     return drawn
 

@@ -6,6 +6,7 @@ Rewards, evaluation and data sets share it.
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ SENTENCE = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|vs|cf)\.)(?<!\b(?:Mrs|Fig)\.)(?<!\bProf\.)(?<!\b[a-z]\.[a-z]\.)"
     r"\s+(?=[^\Wa-z]|[\"'(\[\u201c\u2018])"
     r"|(?<=[\u3002\uff01\uff1f])|\n[^\S\n]*\n\s*"
+)
+# Thai, Lao, Burmese, Khmer, kana, and Chinese characters, also in Japanese.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
 )
 VERDICTS = ("yes", "no", "noanswer")  # answers that share no credit with others in HotpotQA
 
@@ -104,9 +110,26 @@ def is_right(question: Question, answer: str, min_f1: float) -> bool:
     return exact_match(answer, question.answers) == 1 or f1(answer, question.answers, rule_of(question)) >= min_f1
 
 
+def split_words(text: str) -> list[str]:
+    """The words of a text in lower case: runs of letters with their marks, digits and underscores.
+
+    In scripts that put no spaces between words, each character is one. A letter with an accent is the same whether the
+    accent is a character of its own or not.
+    """
+    if text.isascii():
+        return re.findall(r"\w+", text.lower())
+    folded = unicodedata.normalize("NFC", text).casefold()
+    return "".join(f" {c} " if UNSPACED.match(c) else c if _is_of_word(c) else " " for c in folded).split()
+
+
+def _is_of_word(character: str) -> bool:
+    """Whether it is a letter, a digit, an underscore or a mark, as Hindi writes most vowels."""
+    return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")
+
+
 def words(text: str) -> tuple[str, ...]:
     """The words of a text in lower case, without articles; hyphens and dashes divide words, unlike in `normalize`."""
-    return tuple(re.findall(r"\w+", ARTICLES.sub(" ", text.casefold())))
+    return tuple(word for word in split_words(text) if not ARTICLES.fullmatch(word))
 
 
 def in_a_row(wanted: Sequence[str], words: Sequence[str]) -> bool:

@@ -130,18 +130,22 @@ def usual(command: str, config: Any) -> Any:
 def check_used(command: str, config: Any) -> None:
     """Raises UsageError for a setting that was asked for and, beside the others, would do nothing (settings/uses.py).
 
-    Keys at the top of a TOML file are for all commands: those that this one has no use for are not asked of it. Nor are
-    those of a run that is gone on with.
+    Keys at the top of a TOML file are for all commands: those that this one has no use for are not asked of it, unless
+    they would do harm. Nor are those of a run that is gone on with.
     """
     now, then = flat(config), flat(usual(command, config))
     shared = load_toml(Path(now["config"])) if now["config"] else {}
-    shared |= shared.get(command, {}) if now.get("resume") else {}
-    shared = {name: None if value == "none" else value for name, value in shared.items()}
+    begun = shared.get(command, {}) if now.get("resume") else {}
     chosen = Chosen(now | {"command": command})
     for use in USES:
+        excused = begun if use.harmful else shared | begun
         for name in use.names.split():
-            if name in now and now[name] not in (then[name], shared.get(name)) and not use.works(chosen):
-                raise UsageError(f"{flag(name)} is {now[name]}, but has no effect here: it needs {use.purpose}")
+            if now.get(name) in (None, then.get(name)) or use.works(chosen):
+                continue
+            if now[name] != excused.get(name):
+                where = f" (in {now['config']} it may stand in the table of another command)" if name in shared else ""
+                cause = f"{flag(name)} is {now[name]}, but has no effect here: it needs {use.purpose}{where}"
+                raise UsageError(cause)
 
 
 def free_settings(config: Any) -> set[str]:
@@ -178,6 +182,15 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
         raise R3LiteError(
             f"{output} is from another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}"
         )
+
+
+def refuse_other_inputs(then: dict[str, str], now: dict[str, str], remedy: str) -> None:
+    """Raises R3LiteError if a fingerprint of what a run reads is not what it was when the run started; by its names.
+
+    What only one of the two has counts as unchanged: earlier versions knew less.
+    """
+    if changed := [name for name, value in now.items() if then.get(name, value) != value]:
+        raise R3LiteError(f"what the run reads has changed since it started: {', '.join(changed)}", remedy)
 
 
 def check_output(

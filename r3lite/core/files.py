@@ -200,6 +200,34 @@ def gguf_of(folder: Path) -> list[Path]:
     return [Path(read_record(pointer, "Delete the folder.").text("file"))] if pointer.exists() else []
 
 
+def content_fingerprint(*places: Path) -> str:
+    """CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
+
+    Of a file above MAX_TEXT bytes, such as the vectors of an index, it has the size and PIECES pieces, evenly spaced.
+    """
+    value = 0
+    for place in places:
+        inside = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+        for path in inside:
+            name = path.relative_to(place).as_posix()
+            if any(part.startswith(".") for part in Path(name).parts):
+                continue
+            size = path.stat().st_size
+            value = zlib.crc32(f"{name} {size}".encode(), value)
+            value = _crc_of_pieces(path, PIECES if size > MAX_TEXT else -(-size // PIECE), value)
+    return f"{value:08x}"
+
+
+def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
+    """CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        for i in range(pieces):
+            file.seek(i * size // pieces)
+            value = zlib.crc32(file.read(PIECE), value)
+    return value
+
+
 def folder_fingerprint(folder: Path) -> str:
     """CRC-32 of a model folder: of each file of weights the name, the size and up to PIECES pieces of the content,
     evenly spaced, and of config.json and tokenizer.json all. Tells weights that were changed in place, in moments."""
@@ -211,10 +239,7 @@ def folder_fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         value = zlib.crc32(f"{path.name} {size}".encode(), value)
         pieces = -(-size // PIECE) if path.suffix == ".json" else min(PIECES, -(-size // PIECE))
-        with open(path, "rb") as file:
-            for i in range(pieces):
-                file.seek(i * size // pieces)
-                value = zlib.crc32(file.read(PIECE), value)
+        value = _crc_of_pieces(path, pieces, value)
     return f"{value:08x}"
 
 

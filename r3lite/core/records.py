@@ -34,6 +34,13 @@ def shown(value: Any) -> str:
     return form.repr(value)
 
 
+def number_text(value: int | float) -> str:
+    """A number as text, a whole one without a point: a table stores 1987 as 1987.0 if another row has no value."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < WHOLE:
+        return str(int(value))
+    return str(value)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     made = dict(pairs)
     if len(made) != len(pairs):

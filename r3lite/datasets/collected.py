@@ -1,6 +1,7 @@
 """What `collect` counts, and its files that a later run goes on with: the output, what was rejected, the settings."""
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.command import refuse_another_run
+from r3lite.core.command import refuse_another_run, refuse_other_inputs
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, read_jsonl, recover_jsonl
+from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_text
+from r3lite.core.records import parse
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
+INPUTS = "# inputs: "
 # What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.
 REJECTIONS = {"gold": {"id", "reason", "source"}, "teacher": {"id", "reason"}, "self": {"id", "reasons"}}
 
@@ -107,6 +110,19 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         refuse_another_run(settings, "collect", config, output, MORE)
     pairs = zip(files, (is_kept, is_rejected), strict=True)
     return Earlier(*(recover_jsonl(path, ours, f"collect --source {source}", known) for path, ours in pairs))
+
+
+def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
+    """Keeps the settings of a run beside its output, with the fingerprints of what it reads as a comment.
+
+    Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
+    """
+    kept = config_of(output)
+    if kept.exists() and (earlier.kept or earlier.rejected):
+        noted = [line for line in kept.read_text(encoding="utf-8").splitlines() if line.startswith(INPUTS)]
+        then = parse(noted[-1].removeprefix(INPUTS)) if noted else {}
+        refuse_other_inputs(then, inputs, "Restore it, or pass another --output.")
+    write_text(kept, f"{settings}{INPUTS}{json.dumps(inputs)}\n")
 
 
 def check_output(output: Path, config: Any) -> None:

@@ -42,6 +42,17 @@ class Conversation:
     tools: tuple[dict, ...] = ()
 
     @property
+    def question(self) -> str:
+        """What the first reply that is trained on answers: the user's messages before it."""
+        said = []
+        for message in self.messages:
+            if message["role"] == "assistant" and message.get("train", True):
+                break
+            if message["role"] == "user":
+                said.append(message["content"])
+        return "\n".join(said)
+
+    @property
     def has_tools(self) -> bool:
         return bool(self.tools) or any(m["role"] == "tool" or "tool_calls" in m for m in self.messages)
 

@@ -7,7 +7,7 @@ the gold paragraphs may leak into it, or a model would learn to ask for what it 
 import html
 import re
 
-from r3lite.core.answer_match import SENTENCE, in_a_row
+from r3lite.core.answer_match import SENTENCE, in_a_row, split_words
 from r3lite.core.episode import Document, Hop, Question
 
 PERSONS = re.compile(
@@ -192,18 +192,14 @@ def _literal(text: str) -> str:
     return re.sub(r"#(?=\d)", "No. ", text)
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
-
-
 def _mentions(text: str, name: str) -> bool:
-    return in_a_row(_words(name), _words(text))
+    return in_a_row(split_words(name), split_words(text))
 
 
 def _overlap(name: str, text: str) -> float:
     """Share of the name's words that are in the text, 0 to 1."""
-    words = set(_words(name))
-    return len(words & set(_words(text))) / max(len(words), 1)
+    words = set(split_words(name))
+    return len(words & set(split_words(text))) / max(len(words), 1)
 
 
 def _position(text: str, title: str) -> int:

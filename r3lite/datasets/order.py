@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from r3lite.core.episode import Question
+from r3lite.datasets.splits import question_key
 from r3lite.datasets.trajectories import Rows
 
 
@@ -108,19 +109,41 @@ class QuestionOrder:
 def hold_out(rows: Rows, fraction: float, most: int, seed: int) -> tuple[Rows, Rows]:
     """Rows to train on, and rows held out: at most `fraction` of them and at most `most`; each by their sources.
 
-    Rows of one question stay together, whatever their source, since a held-out question's answer must not be known. At
-    least one question is trained on.
+    Rows of one question stay together, whatever their source, since a held-out question's answer must not be known:
+    rows with the same id, and rows that ask the same. At least one question is trained on.
     """
     of_id = Counter(row.id for some in rows.values() for row in some)
     ids = sorted(of_id)
     random.Random(f"{seed}/sft/validation").shuffle(ids)
-    room, held_out = min(int(fraction * of_id.total()), most), set()
+    room, held_out, same = min(int(fraction * of_id.total()), most), set(), ids_by_question(rows)
     for id in ids:
-        if of_id[id] <= room and len(held_out) < len(ids) - 1:
-            held_out.add(id)
-            room -= of_id[id]
+        size = sum(of_id[other] for other in same[id])
+        if id not in held_out and size <= room and len(held_out) + len(same[id]) < len(ids):
+            held_out |= same[id]
+            room -= size
     trained = {name: [row for row in some if row.id not in held_out] for name, some in rows.items()}
     return trained, {name: [row for row in some if row.id in held_out] for name, some in rows.items()}
+
+
+def ids_by_question(rows: Rows) -> dict[str, set[str]]:
+    """By each id, the ids of all rows of the same question.
+
+    Rows that ask the same are one question, and so are rows with one id; through a third, two that have neither in
+    common are, too.
+    """
+    same: dict[str, set[str]] = {}
+    first: dict[str, str] = {}  # by the key of a question
+    for row in (row for some in rows.values() for row in some):
+        own = same.setdefault(row.id, {row.id})
+        key = question_key(row.question)
+        other = same[first.setdefault(key, row.id)] if key else own
+        if other is own:
+            continue
+        fewer, more = sorted((own, other), key=len)
+        more |= fewer
+        for id in fewer:
+            same[id] = more
+    return same
 
 
 @functools.lru_cache(maxsize=2)

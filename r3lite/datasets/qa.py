@@ -12,7 +12,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import WHOLE, Record
+from r3lite.core.records import WHOLE, Record, number_text
 from r3lite.datasets import hops
 from r3lite.datasets.rows import Item, converted_rows
 
@@ -78,7 +78,8 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
     for answer in found if isinstance(found, list) else [] if found is None else [found]:
         if type(answer) not in (str, int, float) or (type(answer) is float and not math.isfinite(answer)):
             raise row.wrong(key, "text, a number or a list of them")
-        texts.append(" ".join(str(answer).split()))
+        text = answer if isinstance(answer, str) else number_text(answer)
+        texts.append(" ".join(text.split()))
     if not any(texts):
         raise row.error(f"no answer ({', '.join(map(repr, keys))})")
     texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
@@ -117,7 +118,9 @@ def _musique(row: Record, id: str) -> Question:
 def _spoken(row: Record, key: str) -> str:
     """Text, or a number as text."""
     value = row.values.get(key)
-    return str(value) if type(value) in (int, float) and math.isfinite(row.number(key)) else row.text(key)
+    if type(value) in (int, float) and math.isfinite(row.number(key)):
+        return number_text(value)
+    return row.text(key)
 
 
 def _hotpot(row: Record, id: str) -> Question:
@@ -149,7 +152,8 @@ def _hotpot(row: Record, id: str) -> Question:
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
         raise row.error("evidences is not a list of triples: subject, relation, object")
-    evidences = [[" ".join(str(part).split()) for part in evidence] for evidence in evidences]
+    texts = [[part if isinstance(part, str) else number_text(part) for part in evidence] for evidence in evidences]
+    evidences = [[" ".join(text.split()) for text in parts] for parts in texts]
     found = hops.from_evidences(question, evidences, sentences_of) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
 

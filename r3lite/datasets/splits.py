@@ -15,6 +15,14 @@ from r3lite.datasets.qa import read_questions, read_with_rows
 from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettings
 
 
+def question_key(text: str) -> str:
+    """What questions that ask the same have in common: the normalized text, or the text if nothing is left of it.
+
+    It decides whether a question is in two of the parts. Ids cannot: each file has its own.
+    """
+    return normalize(text) or " ".join(text.split())
+
+
 def held_out(data: str, given: str | None) -> str | None:
     """What development and test questions are drawn from; None: from the same questions as those to train on."""
     name = data.partition(",")[0].strip()
@@ -62,11 +70,11 @@ def drawn_to_train(stream: random.Random, left: list[str], sizes: PrepareSetting
 
 
 def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
-    """The rows of all usable questions of a data set, by what they ask: no two ask alike."""
+    """The rows of all usable questions of a data set, by the key of the question: no two ask alike."""
 
     def made(question: Question, row: Record) -> tuple[str, dict]:
         # Else it would be called by its place in the new file.
-        return question.text, row.values | ({} if "id" in row or "_id" in row else {"id": question.id})
+        return question_key(question.text), row.values | ({} if "id" in row or "_id" in row else {"id": question.id})
 
     first: dict[str, dict] = {}
     for question, values in read_with_rows(name, made, data.limit, data.skip_bad_rows):
@@ -95,12 +103,12 @@ def without(questions: list[Question], files: Iterable[str] | None, skip_bad_row
         return questions
 
     def names(question: Question, row: Record) -> tuple[str | None, str]:
-        return question.id if "id" in row or "_id" in row else None, normalize(question.text)
+        return question.id if "id" in row or "_id" in row else None, question_key(question.text)
 
     known = [pair for file in files for pair in read_with_rows(file, names, None, skip_bad_rows)]
     known_ids, texts = {id for id, _ in known}, {text for _, text in known}
     others = [q for q in questions if q.id not in known_ids]
-    left = [q for q in others if normalize(q.text) not in texts]
+    left = [q for q in others if question_key(q.text) not in texts]
     by_id, by_text = len(questions) - len(others), len(others) - len(left)
     message = f"--exclude: left out {by_id + by_text} of {len(questions)} questions ({by_id} by id, {by_text} by text)"
     print(message, file=sys.stderr)

@@ -1,6 +1,6 @@
 """The folder of an evaluation: what its files are called, whether one may be written, how they are compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
-from r3lite.evaluation.comparisons import compare, compare_sets
+from r3lite.core.records import Record
+from r3lite.evaluation.comparisons import compare, compare_sets, countable
 from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
@@ -49,8 +50,12 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
     """What comparison.json has of two evaluations."""
     ours, theirs = read_predictions(a), read_predictions(b)
     check_same_questions(a, b, ours, theirs)
-    marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
-    return {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, seed)}
+    ours_of_all, theirs_of_all = paired(ours, theirs)
+    counted = len(countable([ours_of_all, theirs_of_all]))
+    comparison = {"n": counted, "a": a, "b": b, "metrics": compare(ours_of_all, theirs_of_all, seed)}
+    if counted < len(ours):
+        comparison["retrieval_failures"] = len(ours) - counted
+    return comparison
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,11 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
     entries = []
     for of_set, metrics in zip(sets, result["sets"], strict=True):
         paths = {"a": [a for a, _ in of_set.pairs], "b": [b for _, b in of_set.pairs]}
-        entries.append({"n": len(of_set.questions)} | paths | {"metrics": metrics})
+        counted = len(countable([marks for pair in of_set.marks for marks in pair]))
+        entry = {"n": counted} | paths | {"metrics": metrics}
+        if counted < len(of_set.questions):
+            entry["retrieval_failures"] = len(of_set.questions) - counted
+        entries.append(entry)
     lists = {"a": ",".join(a for a, _ in pairs), "b": ",".join(b for _, b in pairs)}
     total = sum(entry["n"] for entry in entries)
     return {"n": total} | lists | {"metrics": result["metrics"], "sets": entries}
@@ -111,18 +120,33 @@ def named(path: str) -> str:
     return with_baseline(path, load_toml(kept).get("evaluate", {}) if kept.exists() else {})
 
 
-def read_predictions(path: str) -> dict[str, tuple[str, Marks]]:
-    """Question and marks of each line of a predictions file, or of that of an evaluation's folder, by id."""
-    file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
+def predictions_of(lines: Iterable[Record]) -> dict[str, tuple[str, Marks]]:
+    """Question and marks of each line of predictions.jsonl, by id.
+
+    Every command reads predictions with it, so that all count the same questions.
+    """
     found = {}
-    for line in read_jsonl(file, "Pass an evaluation's folder, or its predictions.jsonl."):
+    for line in lines:
         id = line.identifier("id")
         if id in found:
             raise line.error(f"duplicate id {id!r}")
         found[id] = line.text("question"), Marks.from_json(line)
-    if not found:
-        raise R3LiteError(f"{file} has no predictions", "Pass an evaluation's folder, or its predictions.jsonl.")
     return found
+
+
+def read_predictions(path: str | Path) -> dict[str, tuple[str, Marks]]:
+    """The same of a file, or of that of an evaluation's folder; at least one."""
+    file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
+    remedy = "Pass an evaluation's folder, or its predictions.jsonl."
+    found = predictions_of(read_jsonl(file, remedy))
+    if not found:
+        raise R3LiteError(f"{file} has no predictions", remedy)
+    return found
+
+
+def paired(ours: dict[str, tuple[str, Marks]], theirs: dict[str, tuple[str, Marks]]) -> tuple[list[Marks], list[Marks]]:
+    """Both marks of each question, in the order of the first."""
+    return [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
 
 
 def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:

@@ -1,6 +1,7 @@
 """Scores of a set of episodes: means with bootstrap intervals, also by number of hops and by type of question.
 
-Knows finished episodes and lines of predictions.jsonl; no model, no files.
+Knows finished episodes and lines of predictions.jsonl; no model, no files. A question at which the retriever failed
+counts in no score: its answer says nothing about the model.
 """
 
 from collections import Counter
@@ -41,6 +42,7 @@ class Marks:
     judged: bool | None = None
     type: str = ""
     means: dict[str, float] = field(default_factory=dict)  # those of MEANS that are known
+    failure: str | None = None  # why the retriever failed at a query; then the others are no scores
 
     @staticmethod
     def of(episode: Episode, judged: bool | None = None, bert_score: float | None = None) -> "Marks":
@@ -55,7 +57,8 @@ class Marks:
         }
         known = {name: float(value) for name, value in means.items() if value is not None}
         counts = _counts(episode.steps)
-        return Marks(em, f1, episode.recall, *counts, question.hop_count, judged, question.type, known)
+        about = question.hop_count, judged, question.type, known, episode.failure
+        return Marks(em, f1, episode.recall, *counts, *about)
 
     @staticmethod
     def from_json(record: Record) -> "Marks":
@@ -69,10 +72,11 @@ class Marks:
             record.flag("judged", None),
             record.text("type", "", blank=True),
             {name: record.number(name) for name in MEANS if name in record},
+            record.text("failure", None),
         )
 
     def to_json(self) -> dict:
-        """What a line of predictions.jsonl has of them beside the steps."""
+        """What a line of predictions.jsonl has of them beside the episode's own keys."""
         line = {"em": self.em, "f1": self.f1, "recall": self.recall, "hops": self.hops, "type": self.type, **self.means}
         return line | ({} if self.judged is None else {"judged": self.judged})
 
@@ -122,13 +126,23 @@ def _known(value: float | bool | None) -> tuple[float, int]:
     return (0.0, 0) if value is None else (float(value), 1)
 
 
+def without_failures(marks: Sequence[Marks]) -> list[Marks]:
+    """The marks that count. Raises R3LiteError if the retriever failed on every question."""
+    whole = [m for m in marks if not m.failure]
+    if not whole:
+        raise R3LiteError(f"the retriever failed on every question: {marks[0].failure}", "Fix that, and try again.")
+    return whole
+
+
 def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     """`n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
     Every metric is a mean over the questions for which it is known (None if there are none), except that format
     adherence is a mean over steps. Those of METRICS are always there, others if they are known of any question.
     FULL_RECALL_EM has its own number of questions, "n", and is None if no episode retrieved every gold paragraph.
+    Questions at which the retriever failed are left out, also of `n`.
     """
+    marks = without_failures(marks)
     counted = parts(marks)
     table = np.array(list(counted.values()), dtype=np.float64)  # [metrics, n, 2]
     found = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
@@ -140,23 +154,21 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
 
 def scores_by(group: Callable[[Marks], int | str], marks: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
     """The same for each group of questions, such as those of one type; questions of an empty name are in none."""
-    names = sorted({group(m) for m in marks} - {""})
+    names = sorted({group(m) for m in marks if not m.failure} - {""})
     return {str(name): scores([m for m in marks if group(m) == name], seed) for name in names}
 
 
 def summary(episodes: Sequence[Episode], marks: Sequence[Marks], seed: int) -> dict:
     """What scores.json has of episodes and their marks. Those at which the retriever failed are left out."""
-    whole = [(e, m) for e, m in zip(episodes, marks, strict=True) if not e.failure]
-    if not whole:
-        raise R3LiteError(f"the retriever failed on every question: {episodes[0].failure}", "Fix that, and try again.")
-    marks = [m for _, m in whole]
-    faults = Counter(fault for e, _ in whole for step in e.steps for fault in step.faults)
-    found = scores(marks, seed) | {
-        "corpus_bleu": corpus_bleu([e.prediction for e, _ in whole], [e.question.answers for e, _ in whole]),
+    found = scores(marks, seed)
+    whole = [e for e in episodes if not e.failure]
+    faults = Counter(fault for e in whole for step in e.steps for fault in step.faults)
+    found |= {
+        "corpus_bleu": corpus_bleu([e.prediction for e in whole], [e.question.answers for e in whole]),
         "by_hops": scores_by(lambda m: m.hops, marks, seed),
         "by_type": scores_by(lambda m: m.type, marks, seed),
         "faults": dict(faults.most_common()),
-        "finish": {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})},
+        "finish": {f: sum(e.finish == f for e in whole) for f in sorted({e.finish for e in whole})},
     }
     failed = len(episodes) - len(whole)
     return found | ({"retrieval_failures": failed} if failed else {})

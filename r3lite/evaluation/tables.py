@@ -55,6 +55,8 @@ def comparison_table(found: dict) -> str:
     lines = [f"\n{found['n']} questions", f"A  {found['a']}", f"B  {found['b']}", ""]
     lines.append(_difference_head(""))
     lines += [_difference_line(TITLES[name], found["metrics"][name]) for name in TITLES if name in found["metrics"]]
+    if failed := found.get("retrieval_failures"):
+        lines.append(f"\nthe retriever failed on {failed} other questions, in A or in B; they are left out")
     lines.append("\npaired bootstrap over questions; p is two-sided, without correction for several metrics")
     return "\n".join(lines)
 
@@ -64,6 +66,8 @@ def pooled_table(found: dict, named: Callable[[str], str]) -> str:
     lines = []
     for number, of_set in enumerate(found["sets"], 1):
         lines.append(f"\nset {number}: {of_set['n']} questions")
+        if failed := of_set.get("retrieval_failures"):
+            lines.append(f"the retriever failed on {failed} other questions, in A or in B; they are left out")
         for a, b in zip(of_set["a"], of_set["b"], strict=True):
             lines += [f"A  {named(a)}", f"B  {named(b)}"]
     for name, mean in found["metrics"].items():

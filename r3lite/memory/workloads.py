@@ -224,7 +224,7 @@ def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: i
     found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
     reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
     # As much is sampled as can be: documents get what is left.
-    turns = (lengths.max_hops + 1) * lengths.max_new_tokens
+    turns = lengths.most_turns * lengths.max_new_tokens
     prompt = shared or max(1, min(PROMPT, lengths.max_length - lengths.max_new_tokens))
     writes = max(1, min(turns, lengths.max_length - prompt))
     return {

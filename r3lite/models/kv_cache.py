@@ -122,6 +122,12 @@ class KVCache:
             block[target, :, :count] = block[source, :, :count]
         self.lengths[target] = count
 
+    def clear(self, row: int) -> None:
+        """Makes a row as it was when nothing had been written to it."""
+        for block in self.blocks:
+            block[row] = 0
+        self.lengths[row] = 0
+
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
         if i != j:

@@ -99,9 +99,14 @@ def cross_entropy(rows: slice, logprobs: Tensor, entropies: Tensor | None) -> tu
     return -logprobs.sum(), {}
 
 
+# Of what a teacher says and of the policy that is compared with it, whatever temperature is sampled at: models that say
+# the same at one temperature do so at all, and of a few tokens no other temperature's probabilities can be found.
+TEACHER_TEMPERATURE = 1.0
+
+
 @dataclass(frozen=True)
 class TopTokens:
-    """The k likeliest tokens of each of N distributions, the likeliest first."""
+    """The k likeliest tokens of each of N distributions, the likeliest first, at TEACHER_TEMPERATURE."""
 
     ids: Tensor  # [N, k] int32
     logprobs: Tensor  # [N, k] fp32
@@ -119,7 +124,7 @@ def top_logprobs(hidden: Tensor, head_weight: Tensor, k: int, chunk: int = CHUNK
     for rows in _chunks(len(hidden), chunk):
         logits = _logits(hidden[rows], head_weight)
         for few in logits.split(wide_rows(logits.device.type)):
-            values, found = _log_softmax(few, 1.0).topk(k)
+            values, found = _log_softmax(few, TEACHER_TEMPERATURE).topk(k)
             ids.append(found.int())
             logprobs.append(values)
         del logits  # before the next chunk's are computed

@@ -3,12 +3,12 @@
 A protocol knows text and steps, but no tokens, no limits and no model: `transcript.Layout` lays its text out in tokens.
 """
 
-import re
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from r3lite.core.answer_match import split_words
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
@@ -45,12 +45,30 @@ def same_query(a: str, b: str) -> bool:
 
 def _words(text: str) -> list[str]:
     visible = (c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
-    return re.findall(r"\w+", "".join(visible).casefold())
+    return split_words("".join(visible))
 
 
 def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     """Whether one of the `earlier` steps asked the same."""
     return any(same_query(query, other) for step in earlier for other in step.queries)
+
+
+def new_queries(steps: Sequence[Step]) -> list[int]:
+    """Of each step of an episode, how many of its queries ask something that no query before them has asked.
+
+    Blank queries are none. A step may have several; if it is marked as repeating a query, at least one is not new.
+    """
+    counts = []
+    for number, step in enumerate(steps):
+        repeats = REPEATED_QUERY in step.faults
+        queries = list(filter(None, step.queries))
+        new: list[str] = []
+        for query in queries:
+            is_old = repeats and asked_before(query, steps[:number])
+            if not is_old and not any(same_query(query, other) for other in new):
+                new.append(query)
+        counts.append(min(len(new), len(queries) - 1) if repeats and new else len(new))
+    return counts
 
 
 def named(**faults: object) -> list[str]:

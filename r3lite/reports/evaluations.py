@@ -13,6 +13,7 @@ SHOWN = OVERVIEW | {name: title for name, title in TITLES.items() if name not in
 GROUPS = {"by_hops": "hops", "by_type": "type of question"}
 EXAMPLES = 2  # of each kind of error that are shown
 RIGHT = "right"
+FAILED = "the retriever failed"  # such a question counts in no score
 
 
 def evaluated(runs: Sequence[Run]) -> list[Run]:
@@ -70,10 +71,21 @@ def kinds(run: Run) -> dict[str, list[Record]]:
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
 
+def kind_rows(kinds: dict[str, list[Record]]) -> list[list[str]]:
+    """How many answers are of each kind, and their share of the questions that count in the scores; the first row is
+    the head."""
+    whole = sum(len(lines) for kind, lines in kinds.items() if kind != FAILED)
+    rows = [["", "answers", "share"]]
+    for kind, lines in kinds.items():
+        share = "-" if kind == FAILED else f"{len(lines) / whole:.1%}"
+        rows.append([kind, str(len(lines)), share])
+    return rows
+
+
 def kind_of(line: Record) -> str:
     """What a line of predictions.jsonl is an example of."""
     if "failure" in line:
-        return "the retriever failed"
+        return FAILED
     if line.number("em") == 1:
         return RIGHT
     if (finish := line.text("finish")) != "answered":

@@ -86,11 +86,9 @@ def _answers(runs: Sequence[Run]) -> list[tuple[str, list[list[str]], list[dict]
     found = []
     for run in runs:
         if kinds := evaluations.kinds(run):
-            rows = [["", "answers", "share"]]
-            rows += [[name, str(len(k)), f"{len(k) / len(run.predictions):.1%}"] for name, k in kinds.items()]
             wrong = [(name, line) for name, k in kinds.items() for line in k[: evaluations.EXAMPLES]]
             shown = [_episode(line, f"{name}: ") for name, line in wrong if name != evaluations.RIGHT]
-            found.append((run.name, rows, shown))
+            found.append((run.name, evaluations.kind_rows(kinds), shown))
     return found
 
 

@@ -4,7 +4,7 @@ Every function takes an episode; what it returns is the reward of the last step.
 """
 
 from r3lite.core import answer_match
-from r3lite.core.answer_match import answer_scores, combined_score, normalize
+from r3lite.core.answer_match import answer_scores, combined_score, in_a_row, normalize, split_words
 from r3lite.core.episode import Episode
 
 
@@ -23,8 +23,8 @@ def contains_gold(episode: Episode) -> float:
 
     A long answer is more likely to hold it: `length_penalty` is its counterweight.
     """
-    words = f" {normalize(episode.prediction)} "
-    return float(any(f" {gold} " in words for gold in map(normalize, episode.question.answers) if gold))
+    words = split_words(normalize(episode.prediction))
+    return float(any(in_a_row(split_words(normalize(gold)), words) for gold in episode.question.answers))
 
 
 def rouge_l(episode: Episode) -> float:

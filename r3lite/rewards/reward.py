@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import SEARCHING, Episode
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.base import IDLE, REPEATED_QUERY
+from r3lite.protocols.base import IDLE, new_queries
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
@@ -84,7 +84,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
     - outcome, at the last step: weighted EM, F1 and the judge's verdict; 0 after fewer than `least_searches` different
       searches;
-    - search, at each step that searches: `search_bonus`; -`idle_query_penalty` if a query is blank or repeated;
+    - search, at each step: `search_bonus` for each new query; -`idle_query_penalty` if a query is blank or repeated;
     - each of `rewards`, at the steps that its function rewards (registry.py).
     """
     if episode.failure or episode.finish == SEARCHING or (verdict is None and needs_verdict(settings)):
@@ -109,9 +109,9 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
         process.append((1 + gamma) * (found if step.searches else 0.0))
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     bonus, penalty = settings.search_bonus, settings.idle_query_penalty
-    search = [bonus * bool(s.searches) if IDLE.isdisjoint(s.faults) else -penalty for s in episode.steps]
-    anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
-    if len(anew) < settings.least_searches:
+    new = new_queries(episode.steps)
+    search = [bonus * n - penalty * (not IDLE.isdisjoint(s.faults)) for n, s in zip(new, episode.steps, strict=True)]
+    if sum(new) < settings.least_searches:
         outcome = 0.0
     steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
     for rewards in named.values():

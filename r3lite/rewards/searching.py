@@ -5,9 +5,10 @@ missing reward.
 """
 
 from collections.abc import Hashable
+from itertools import accumulate
 
 from r3lite.core.episode import Episode
-from r3lite.protocols.base import IDLE
+from r3lite.protocols.base import IDLE, new_queries
 
 
 def gold_recall(episode: Episode) -> list[float] | None:
@@ -52,22 +53,19 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
 
 
 def search_count(episode: Episode, most: int = 3) -> list[float]:
-    """1 at each of the first `most` searches; one whose query is blank or repeated counts as none."""
-    return [float(number is not None and number <= most) for number in _numbers(episode)]
+    """At each step, how many of its new queries are among the first `most` of the episode."""
+    return [float(max(0, min(before + new, most) - before)) for before, new in _new_queries(episode)]
 
 
 def search_excess(episode: Episode, most: int = 3) -> list[float]:
-    """-1 at each step whose query is blank or repeated, and at each search beyond the first `most`; a penalty."""
-    numbers = _numbers(episode)
-    pairs = zip(episode.steps, numbers, strict=True)
-    return [-float(not IDLE.isdisjoint(s.faults) or (n is not None and n > most)) for s, n in pairs]
+    """-1 at each step with a query that is blank or repeated, and -1 for each new query after the first `most` of the
+    episode; a penalty."""
+    pairs = zip(episode.steps, _new_queries(episode), strict=True)
+    beyond = [(step, before + new - max(before, most)) for step, (before, new) in pairs]
+    return [-float(max(0, n)) - float(not IDLE.isdisjoint(step.faults)) for step, n in beyond]
 
 
-def _numbers(episode: Episode) -> list[int | None]:
-    """Of each step, which search it is, from 1; None if it does not search, or asks nothing new."""
-    count, numbers = 0, []
-    for step in episode.steps:
-        searches = bool(step.searches) and IDLE.isdisjoint(step.faults)
-        count += searches
-        numbers.append(count if searches else None)
-    return numbers
+def _new_queries(episode: Episode) -> list[tuple[int, int]]:
+    """Of each step, how many new queries there were before it, and how many it has."""
+    counts = new_queries(episode.steps)
+    return list(zip(accumulate(counts, initial=0), counts))

@@ -7,7 +7,7 @@ weights above 0.
 import re
 import unicodedata
 
-from r3lite.core.answer_match import normalize
+from r3lite.core.answer_match import normalize, split_words
 from r3lite.core.episode import Episode
 
 CONNECTORS = (
@@ -19,7 +19,9 @@ STOP_WORDS = {
     "been", "it", "its", "this", "that", "these", "those", "he", "she", "his", "her", "they", "their", "who", "which",
     "what", "when", "where", "not",
 }  # fmt: skip
-ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}  # written together
+# Written together. The marks for a long vowel and for repetition are letters with names of their own.
+ONE_SCRIPT = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "VERTICAL", "BOPOMOFO"), "CJK")
+NO_SCRIPT = "MODIFIER"  # such as the apostrophes that several scripts have
 
 
 def length_penalty(episode: Episode, most: int = 300) -> float:
@@ -43,8 +45,8 @@ def keyword_overlap(episode: Episode) -> float:
 
     Keywords are the words of the normalized answer but for stop words; if they are all such words, they all count.
     """
-    said = set(normalize(" ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps)).split())
-    wanted = [set(normalize(gold).split()) for gold in episode.question.answers]
+    said = set(split_words(normalize(" ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps))))
+    wanted = [set(split_words(normalize(gold))) for gold in episode.question.answers]
     keywords = [words - STOP_WORDS or words for words in wanted if words]
     return max((len(words & said) / len(words) for words in keywords), default=0.0)
 
@@ -62,7 +64,9 @@ def _written(episode: Episode) -> str:
 
 
 def _letters(text: str) -> list[str]:
-    return [character for character in text if character.isalpha()]
+    """The letters that belong to a script, those of full or half width, superscripts and the like as plain ones."""
+    letters = [character for character in unicodedata.normalize("NFKC", text) if character.isalpha()]
+    return [letter for letter in letters if _script(letter) != NO_SCRIPT]
 
 
 def _script(letter: str) -> str:

@@ -20,7 +20,7 @@ from r3lite.devices.precision import Precision
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models import hooks
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
+from r3lite.models.logprobs import TEACHER_TEMPERATURE, chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
@@ -207,7 +207,7 @@ class Learner:
             hidden, _ = action_states(self.model, batch)
             head, chunk = self.model.head_weight[: self.vocabulary], self.grant.memory.loss_chunk
             ids = torch.cat([top.ids for top in batch.teacher])
-            loss, sums = chosen_loss(hidden, head, ids, distillation_loss, self.temperature, chunk)
+            loss, sums = chosen_loss(hidden, head, ids, distillation_loss, TEACHER_TEMPERATURE, chunk)
         return loss, [*sums, {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}], loss.new_empty(2, 0)
 
     def explain_overflow(self) -> str:

@@ -59,7 +59,7 @@ class ReplayBuffer:
         """Nothing is chosen before a round in which the share `start` of the episodes succeeded."""
         self.size, self.generations, self.start = size, generations, start
         self.questions: dict[str, Experience] = {}
-        self.retired: set[str] = set()  # questions of which a whole group succeeded
+        self.retired: set[str] = set()  # questions all of whose episodes in a round succeeded
         self.started = False
 
     def choose(self, count: int, seed: str) -> list[str]:
@@ -88,14 +88,17 @@ class ReplayBuffer:
         return {question: success for question, (_, success) in found.items()}
 
     def add(self, number: int, groups: dict[str, Sequence[tuple[Rollout, bool]]]) -> None:
-        """Adds round `number`: the episodes of each question that have a reward, and whether each succeeded."""
+        """Adds round `number`: the episodes of each question that have a reward, and whether each succeeded.
+
+        A question has more episodes than a group if it was drawn more than once.
+        """
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
         self.started = self.started or (bool(outcomes) and sum(outcomes) / len(outcomes) >= self.start)
         for question, group in groups.items():
             new = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
             if not group:  # all rewards are missing
                 continue
-            if len(new) >= self.generations:
+            if len(new) == len(group) >= self.generations:
                 self.retired.add(question)
                 self.questions.pop(question, None)
             elif question not in self.retired:

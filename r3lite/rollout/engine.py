@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +137,7 @@ class Engine:
             for sequence in scheduler.running:
                 sequence.begin_turn(self.spans)
         self._prefill(scheduler)
-        self._decode(scheduler, decoder)
-        for sequence in scheduler.running:
+        for sequence in self._decode(scheduler, decoder):
             layout = self.layout_of(sequence)
             ended = layout.turn_is_over(sequence)
             if sequence.listener:
@@ -177,11 +175,11 @@ class Engine:
             for row, tokens in given:
                 scheduler.rows[row].cached += len(tokens)
 
-    def _decode(self, scheduler: Scheduler, decoder: Decoder) -> None:
-        """Runs the last token of each running sequence and samples the next one."""
+    def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
+        """Runs the last token of each running sequence and samples the next one; returns those that have got one."""
         rows = scheduler.running
         if not rows:
-            return
+            return []
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
         logits = linear(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
@@ -191,19 +189,27 @@ class Engine:
         # One transfer, because each waits for the device. Token ids are exact in fp32.
         tokens, logprobs, *values = torch.stack([x.to(results[1]) for x in results]).tolist()
         values = values[0] if values else [0.0] * len(rows)
+        sampled = []
         for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             if math.isnan(logprob):
-                self._explain_overflow(sequence)
+                self._fail(sequence, self._explain_overflow(sequence))
+                continue
+            sampled.append(sequence)
             sequence.cached += 1
             sequence.write([int(token)])
             sequence.logprobs.append(logprob)
             sequence.values.append(value)
+        return sampled
 
-    def _explain_overflow(self, sequence: Sequence) -> NoReturn:
+    def _fail(self, sequence: Sequence, error: NotFinite) -> None:
+        """Ends the run: a model whose logits are not finite is broken."""
+        raise error
+
+    def _explain_overflow(self, sequence: Sequence) -> NotFinite:
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
         where = explain_overflow(self.model, lambda: self.model(tokens))
         remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
-        raise NotFinite(f"question {sequence.question.id}: the model's logits are not finite: {where}", remedy)
+        return NotFinite(f"question {sequence.question.id}: the model's logits are not finite: {where}", remedy)
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""

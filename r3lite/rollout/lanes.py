@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from r3lite.core.episode import CUT_OFF, Retrieve
+from r3lite.core.errors import NotFinite
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
@@ -22,17 +23,21 @@ from r3lite.rollout.sequence import Sequence
 
 @dataclass
 class Visitor(Sequence):
-    """A sequence that joins others: with a sampler and a limit of its own, and free to leave."""
+    """A sequence that joins others: with a sampler and a limit of its own, and free to leave.
+
+    `error` is why it could not go on, which is its own affair: the others do.
+    """
 
     adapter: str | None = None  # None: the bare base
     sampler: Sampler = Sampler()
     most: int | None = None  # tokens that it may write in all
     leaving: bool = False
+    error: NotFinite | None = None
 
     @property
     def goes(self) -> bool:
-        """Whether it leaves, or has written all that it may."""
-        return self.leaving or (self.most is not None and len(self.logprobs) >= self.most)
+        """Whether it leaves, cannot go on, or has written all that it may."""
+        return self.leaving or self.error is not None or (self.most is not None and len(self.logprobs) >= self.most)
 
 
 class LaneEngine(Engine):
@@ -48,6 +53,10 @@ class LaneEngine(Engine):
             logprobs = drawn.new_empty(len(rows)) if logprobs is None else logprobs
             logprobs[places] = drawn
         return tokens, logprobs
+
+    def _fail(self, sequence: Visitor, error: NotFinite) -> None:
+        """Ends this sequence only."""
+        sequence.error = error
 
 
 class Lanes:
@@ -97,7 +106,10 @@ class Lanes:
             scheduler.waiting.remove(sequence)
             sequence.finish = CUT_OFF
         for sequence in [s for s in scheduler.running if s.goes]:
-            scheduler.release(sequence)
+            if sequence.error:
+                scheduler.discard(sequence)
+            else:
+                scheduler.release(sequence)
             sequence.finish = CUT_OFF
 
     def close(self) -> None:

@@ -11,42 +11,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.settings.rollout import is_greedy
+
 BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's vocabularies are multiples of it
 BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every x > 0, in float64
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Temperature, top-k and top-p sampling; temperature 0 is greedy, with log-probabilities of temperature 1."""
+    """Temperature, top-k and top-p sampling; greedy at a temperature of 0 or next to it (see `is_greedy`), with
+    log-probabilities of temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1)."""
+        """Tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1).
+
+        A row without a distribution, because a logit is no finite number, has a log-probability that is NaN, with
+        whatever temperature and truncation; its token means nothing.
+        """
+        greedy = is_greedy(self.temperature)
         scaled = logits.float()
-        scaled = scaled / self.temperature if self.temperature not in (0, 1) else scaled
+        if not greedy and self.temperature != 1:
+            scaled = scaled / self.temperature
         if scaled.shape[-1] % BLOCK:
             scaled = F.pad(scaled, (0, -scaled.shape[-1] % BLOCK), value=-math.inf)
         probs = scaled.softmax(-1)  # [B, V], padded to whole blocks
-        if self.temperature:
-            tokens = _inverse_cdf(self._truncate(probs), uniforms)
-        else:
+        if greedy:
             tokens = logits.argmax(-1, keepdim=True)
+        else:
+            tokens = _inverse_cdf(self._truncate(probs), uniforms)
         return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
 
     def _truncate(self, probs: Tensor) -> Tensor:
-        """Probabilities [B, V], 0 for what top-k and top-p exclude."""
+        """Probabilities [B, V], 0 for what top-k and top-p exclude; of each row at least one is above 0.
+
+        What is excluded is compared, not what stays: comparisons with NaN are false, so that a row of NaNs stays one.
+        """
         if self.top_k:
             kth = probs.topk(min(self.top_k, probs.shape[-1]), dim=-1).values[:, -1:]  # [B, 1]
-            probs = probs.where(probs >= kth, 0)
+            probs = probs.masked_fill(probs < kth, 0)
         if self.top_p < 1:
             ordered, order = probs.sort(-1, descending=True)
-            # A token stays if the likelier ones together have less than top_p: the likeliest always stays.
+            # A token stays if the likelier ones together have less than top_p.
             before = ordered.cumsum(-1) - ordered
-            keep = before < self.top_p * probs.sum(-1, keepdim=True)
-            probs = torch.zeros_like(probs).scatter(-1, order, ordered.where(keep, 0))
+            excluded = before >= self.top_p * probs.sum(-1, keepdim=True)
+            excluded[:, 0] = False  # the likeliest always stays, also if top_p is 0 in float32
+            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(excluded, 0))
         return probs
 
 

@@ -81,6 +81,15 @@ class Scheduler:
         self._swap(self.active, len(self.rows) - 1)
         self.last_released = self.rows.pop()
 
+    def discard(self, sequence: Sequence) -> None:
+        """Frees the row of a running sequence, and clears it: its keys and values may be no numbers.
+
+        The next sequence in the row masks what it has not written, but a mask does not remove a NaN from a sum.
+        """
+        self.release(sequence)
+        self.cache.clear(len(self.rows))
+        self.last_released = None
+
     def _swap(self, i: int, j: int) -> None:
         self.cache.swap(i, j)
         self.rows[i], self.rows[j] = self.rows[j], self.rows[i]

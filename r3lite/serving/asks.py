@@ -83,8 +83,9 @@ class Answering(Protocol):
     def leave(self, prepared: Any) -> None:
         """Has it end soon, without an answer."""
 
-    def iterate(self) -> list[tuple[Any, Answer]]:
-        """Goes on with all of them for a moment; returns those that ended."""
+    def iterate(self) -> list[tuple[Any, Answer | None]]:
+        """Goes on with all of them for a moment; returns those that ended, without an answer if one has failed for a
+        reason that concerns no other."""
 
     def restart(self) -> None:
         """Forgets all that joined, after `iterate` failed."""

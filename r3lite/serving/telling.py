@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from r3lite.core.answer_match import normalize
+from r3lite.core.answer_match import in_a_row, normalize, split_words
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.transcript import Transcript
@@ -92,8 +92,8 @@ def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[s
 
 def sources_of(episode: Episode, answer: str = "") -> list[Source]:
     """The passages of an episode, each once. Cited are those that hold the answer word for word."""
-    sought, sources = f" {normalize(answer)} ", []
+    sought, sources = split_words(normalize(answer)), []
     for d, number in numbered(episode.documents).items():
-        cited = bool(sought.strip()) and sought in f" {normalize(f'{d.title} {d.text}')} "
+        cited = in_a_row(sought, split_words(normalize(f"{d.title} {d.text}")))
         sources.append(Source(number, d.id, d.title, d.text, cited))
     return sources

@@ -5,6 +5,15 @@ from typing import Annotated, ClassVar
 from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
 from r3lite.settings.common import check_address
 
+# Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
+# probability anyway, unless two logits are as good as equal.
+LEAST_TEMPERATURE = 1e-5
+
+
+def is_greedy(temperature: float) -> bool:
+    """Whether the likeliest token is taken, instead of a draw."""
+    return temperature < LEAST_TEMPERATURE
+
 
 class LengthSettings(Section):
     """Limits of an episode."""
@@ -21,16 +30,22 @@ class LengthSettings(Section):
     """end an episode as malformed at a repeated query, as at a blank one"""
 
     @property
+    def most_turns(self) -> int:
+        """The most turns of the model in an episode: one before each retrieval, one more that asks or reaches its token
+        limit, and that of the answer which is then forced (`Layout.close_turn`)."""
+        return self.max_hops + 2
+
+    @property
     def most_sampled(self) -> int:
         """The most tokens that the model can write in an episode."""
-        return min((self.max_hops + 1) * self.max_new_tokens, self.max_length)
+        return min(self.most_turns * self.max_new_tokens, self.max_length)
 
 
 class SamplingSettings(Section):
     """Sampling."""
 
     temperature: Annotated[float, Bounds(low=0, high=100)] = 1.0
-    """softmax temperature; 0: greedy (not in RL)"""
+    """softmax temperature; 0, or less than 0.00001: greedy (not in RL)"""
     rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
     """episodes sampled together; default: as many as fit in the memory budget"""
 

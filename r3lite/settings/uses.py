@@ -14,7 +14,7 @@ from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import SERVICES, ProcedureSettings, RetrievalSettings, collection_server
-from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
+from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings, is_greedy
 from r3lite.settings.training import GuardSettings
 
 
@@ -26,11 +26,16 @@ class Chosen(dict):
 
 @dataclass(frozen=True)
 class Use:
-    """Settings, by name with blanks between, that have an effect only if `works`; `purpose`: what they need."""
+    """Settings, by name with blanks between, that have an effect only if `works`; `purpose`: what they need.
+
+    `harmful`: otherwise they would have an effect that is wrong, so that they may not stand at the top of a file for
+    all commands either.
+    """
 
     names: str
     purpose: str
     works: Callable[[Chosen], object]
+    harmful: bool = False
 
 
 def of(*sections: type[Section], but: str = "") -> str:
@@ -199,9 +204,11 @@ USES = (
     Use("max_document_tokens", "retrieved documents", lambda s: s.command == "sft" or retrieves(s)),
     Use("rollout_batch_size", "a command that samples several episodes at a time", lambda s: s.command != "ask"),
     Use("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),
-    Use("top_k_sampling top_p", "a --temperature above 0", lambda s: s.temperature or s.command == "serve"),
+    Use("top_k_sampling top_p", "a --temperature above 0",
+        lambda s: s.command == "serve" or not is_greedy(s.temperature or 0)),
     # Rewards and judges
-    Use("least_searches search_bonus idle_query_penalty process_judge", "a --format that searches", asks),
+    Use("least_searches", "a --format that searches", asks, harmful=True),  # no answer would be rewarded
+    Use("search_bonus idle_query_penalty process_judge", "a --format that searches", asks),
     Use("process_recall expand_limit", "a --format that searches and a --retriever other than none", retrieves),
     Use("gamma_correct gamma_incorrect gamma_fail", "--process-recall or --process-judge",
         lambda s: s.process_recall or s.process_judge),
@@ -220,11 +227,14 @@ USES = (
         "a run without --no-lora",
         lambda s: not s.no_lora),
     Use("quantize", "a run without --no-lora", lambda s: not s.no_lora or s.quantize == "none"),
+    # With --no-lora each pass of a step changes the weights.
     Use("gradient_accumulation", "a run without --no-lora; --batch-size is the rows of a step",
-        lambda s: not s.no_lora),
-    Use("recompute_layers micro_batch_tokens", "a run without --no-lora, which recomputes all layers",
-        lambda s: not s.no_lora),
-    Use("lora_dropout", "sft; ppo must train the policy that it sampled from", lambda s: s.command == "sft"),
+        lambda s: not s.no_lora, harmful=True),
+    Use("micro_batch_tokens", "a run without --no-lora, in which all rows of a step are one pass",
+        lambda s: not s.no_lora, harmful=True),
+    Use("recompute_layers", "a run without --no-lora, which recomputes all layers", lambda s: not s.no_lora),
+    Use("lora_dropout", "sft; ppo must train the policy that it sampled from", lambda s: s.command == "sft",
+        harmful=True),
     Use("validation_rows", "--validation-fraction", lambda s: s.validation_fraction),
     Use("validate_every", "--validation-fraction and --validation-rows",
         lambda s: s.validation_fraction and s.validation_rows),

@@ -152,7 +152,11 @@ def _read_state(folder: Path) -> dict:
         raise state.error(f"step is {step}")
     state.text("command")
     state.text("data", blank=True)
-    state.text("base", default=None)  # checkpoints of earlier versions have none
+    # Checkpoints of earlier versions lack these two.
+    state.text("base", default=None)
+    inputs = state.record("inputs")
+    for name in inputs.values:
+        inputs.text(name)
     state.whole("num_tokens")
     state.number("seconds", low=0)
     for key in ("settings", "precision", "kept"):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from r3lite.core.command import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
@@ -37,6 +38,7 @@ class TrainState:
     save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form, or the model, into a folder
     result: str = ADAPTER  # or MODEL: the name of that folder in a run
     data: str = ""  # fingerprint of the training data: a run can only be resumed on the same
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints of what else it reads, by what that is
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
     parts: dict[str, Stateful] = field(default_factory=dict)  # further parts of checkpoints, by name
     num_tokens: int = 0  # processed so far, without padding
@@ -81,11 +83,14 @@ class TrainState:
         for name, state in snapshot["kept"].items():
             if "tensors" in state:
                 tensors[name] = state.pop("tensors")
-        described = {"step": step, **run, "precision": self.precision.state_dict(), "data": self.data}
+        described = {"step": step, **run, "precision": self.precision.state_dict()}
+        described |= {"data": self.data, "inputs": self.inputs}
         return Checkpoint(step, tensors, described | snapshot)
 
     def restore(self, loaded: Checkpoint) -> None:
         """Loads a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
+        remedy = "Restore it, or start a new run with another --output."
+        refuse_other_inputs(loaded.state.get("inputs", {}), self.inputs, remedy)
         self.precision.load_state_dict(loaded.state["precision"])
         parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from r3lite.core.answer_match import exact_match
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl
@@ -129,6 +130,24 @@ def test_plain_rows(tmp_path, fields, answers):
     question = read_questions(write(tmp_path / "a.jsonl", [{"id": 3, "question": "Where?"} | fields]))[0]
     assert (question.id, question.text, question.answers) == ("3", "Where?", answers)
     assert question.documents == question.gold == question.hops == ()
+
+
+def test_a_whole_number_that_a_table_made_a_float_is_the_number(tmp_path):
+    """Normalized, 1987.0 is 19870: "1987" was wrong, and "19870" right."""
+    answers = (1987.0, [12.0, 1.5], -0.0)
+    rows = [{"id": str(i), "question": "When?", "answer": answer} for i, answer in enumerate(answers)]
+    found = read_questions(write(tmp_path / "plain.jsonl", rows))
+    assert [question.answers for question in found] == [("1987",), ("12", "1.5"), ("0",)]
+    assert exact_match("1987", found[0].answers) == 1 and exact_match("19870", found[0].answers) == 0
+    steps = [MUSIQUE["question_decomposition"][0] | {"answer": 1987.0}, *MUSIQUE["question_decomposition"][1:]]
+    (question,) = read_questions(write(tmp_path / "m.jsonl", [MUSIQUE | {"question_decomposition": steps}]))
+    assert question.hops[0].answer == "1987"
+    facts = [[*fact[:2], 1987.0] for fact in TWO_WIKI["evidences"]]
+    (question,) = read_questions(write(tmp_path / "2.json", [TWO_WIKI | {"evidences": facts}], array=True))
+    (plain,) = read_questions(
+        write(tmp_path / "3.json", [TWO_WIKI | {"evidences": [[*f[:2], "1987"] for f in facts]}], array=True)
+    )
+    assert question.hops == plain.hops
 
 
 def test_limit_stops_before_a_later_bad_row(tmp_path):

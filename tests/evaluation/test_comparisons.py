@@ -1,9 +1,11 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from r3lite.evaluation.comparisons import compare, compare_sets
+from r3lite.core.errors import R3LiteError
+from r3lite.evaluation.comparisons import compare, compare_sets, countable
 from r3lite.evaluation.scores import Marks, scores
 
 
@@ -152,3 +154,22 @@ def test_sets_are_resampled_independently_and_weigh_the_same():
     assert two["high"] - two["low"] == pytest.approx(width / np.sqrt(2), rel=0.08)
     small, large = (marks([0.0] * 10), marks([1.0] * 10)), (marks([0.0] * 200), marks([0.0] * 200))
     assert compare_sets([[small], [large]])["metrics"]["em"]["difference"] == 0.5
+
+
+def test_a_question_at_which_either_retriever_failed_counts_in_neither():
+    """Equal answers, 10 of 30 of one side lost to an outage: the difference was -.167 with a p of .009."""
+    a = marks([i % 2 for i in range(30)])
+    b = [replace(m, em=0.0, f1=0.0, failure="status 503") if i < 10 else m for i, m in enumerate(a)]
+    for ours, theirs in ((a, b), (b, a)):
+        assert countable([ours, theirs]) == list(range(10, 30))
+        assert compare(ours, theirs) == compare(a[10:], a[10:])
+    with pytest.raises(R3LiteError, match="at each of the 10 questions the retriever failed"):
+        compare(a[:10], b[:10])
+
+
+def test_in_a_mean_over_seeds_a_question_counts_if_no_retriever_failed_on_it_at_all():
+    """The scores of a question are averaged over seeds: one that lacks a seed would have another mean."""
+    a = marks([0, 1, 1])
+    b = marks([1, 1, 0])
+    lost = [replace(b[0], em=0.0, failure="status 503"), *b[1:]]
+    assert compare_sets([[(a, b), (a, lost)]]) == compare_sets([[(a[1:], b[1:]), (a[1:], b[1:])]])

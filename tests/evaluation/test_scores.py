@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
-from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, MALFORMED, Document, Episode, Question, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source
-from r3lite.evaluation.scores import FULL_RECALL_EM, MEANS, METRICS, Marks, combined, scores, scores_by
+from r3lite.evaluation.scores import FULL_RECALL_EM, MEANS, METRICS, Marks, combined, scores, scores_by, summary
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 
@@ -145,3 +148,31 @@ def test_the_interval_of_exact_match_with_full_recall_is_wider_than_that_of_all(
     marks = [mark(em=i % 2, recall=float(i < 100)) for i in range(400)]
     entry = scores(marks)[FULL_RECALL_EM]
     assert entry["low"] == pytest.approx(0.402, abs=0.015) and entry["high"] == pytest.approx(0.598, abs=0.015)
+
+
+def test_a_question_whose_retriever_failed_counts_in_no_score():
+    """Two of three are right; the fourth, at which the retriever failed, is neither right nor wrong."""
+    known = [mark(em=1, f1=1, recall=1.0), mark(em=1, f1=1, recall=0.0, type="a"), mark(bleu=0.5)]
+    lost = replace(mark(recall=0.0, bleu=0.0, type="b", hops=4), failure="timed out")
+    found = scores([*known, lost])
+    assert found == scores(known)
+    assert (found["n"], found["em"]["value"], found["retrieval_recall"]["value"]) == (3, pytest.approx(2 / 3), 0.5)
+    assert list(scores_by(lambda m: m.type, [*known, lost])) == ["a"]
+    with pytest.raises(R3LiteError, match="the retriever failed on every question: timed out"):
+        scores([lost])
+
+
+def test_the_failure_of_an_episode_is_in_its_marks_and_in_those_of_its_line():
+    lost = Episode(Question("1", "q", ("x",)), [Step(answer="x")], ANSWERED, failure="timed out")
+    marks = Marks.of(lost)
+    assert marks.failure == "timed out"
+    assert Marks.from_json(Record(lost.to_json() | marks.to_json(), Source("x"))) == marks
+
+
+def test_all_counts_of_a_summary_are_of_the_same_questions():
+    """`finish` and `faults` counted the questions that `n` and the means leave out."""
+    question = Question("1", "q", ("x",))
+    lost = Episode(question, [Step(faults=("no_query",))], MALFORMED, failure="timed out")
+    episodes = [Episode(question, [Step(answer="x")], ANSWERED), lost]
+    found = summary(episodes, [Marks.of(episode) for episode in episodes], seed=0)
+    assert (found["n"], found["finish"], found["faults"], found["retrieval_failures"]) == (1, {"answered": 1}, {}, 1)

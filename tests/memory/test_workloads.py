@@ -42,6 +42,7 @@ def test_workloads_follow_the_settings():
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
+        assert w.writes == config.lengths.most_sampled == 7 * 256  # all turns that there can be
         assert not w.keeps_step
     rl = RLSettings(algorithm="grpo", kl_beta=0.0, kl_budget=0.001)
     w = workloads.rl_workload(PpoConfig(model=replace(model, adapter="run"), rl=rl), critic=False)

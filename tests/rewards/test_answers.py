@@ -21,6 +21,11 @@ def test_an_answer_that_holds_the_gold_one_as_words(said, paid):
     assert contains_gold(answered(said)) == paid
 
 
+def test_a_gold_answer_in_a_script_without_spaces():
+    tokyo = Question("q", "?", ("東京",))
+    assert [contains_gold(answered(text, question=tokyo)) for text in ("首都は東京です", "首都は京都です")] == [1, 0]
+
+
 def test_a_gold_answer_of_articles_only_stands_in_nothing():
     assert contains_gold(answered("whatever", question=Question("q", "Which letter?", ("A",)))) == 0
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
@@ -195,3 +195,22 @@ def test_too_few_different_searches_leave_the_outcome_unpaid():
 
 def test_without_a_search_policy_nothing_is_different():
     assert "search" not in score(Episode(QUESTION, REPEATS, ANSWERED), PLAIN).parts
+
+
+def several(*queries, faults=()):
+    """A step that asks several queries at once."""
+    return Step("I need them.", tuple(map(Search, queries)), faults=faults)
+
+
+def test_every_new_query_of_a_step_is_a_search():
+    """Three queries in one step counted as one, for the bonus and for the least number of searches."""
+    steps = [several("Alvik", "Brenna", "Lom"), answer("Ada")]
+    again = several("alvik", "Olm", "  OLM", faults=("repeated_query",))  # one of the three is new
+    policy = dataclasses.replace(PLAIN, process_recall=0.0, search_bonus=0.1, idle_query_penalty=0.5)
+    assert score(Episode(QUESTION, steps, ANSWERED), policy).parts["search"] == pytest.approx(0.3)
+    assert score(Episode(QUESTION, [steps[0], again, answer("Ada")], ANSWERED), policy).steps[:2] == pytest.approx(
+        [0.1 / 3 + 0.3, 0.1 - 0.5]
+    )
+    for least, outcome in ((3, 1.5), (4, 0.0)):
+        policy = dataclasses.replace(PLAIN, least_searches=least)
+        assert score(Episode(QUESTION, steps, ANSWERED), policy).parts["outcome"] == outcome

@@ -41,3 +41,18 @@ def test_connectors_are_whole_words_and_each_counts_once():
     assert logical_connectors(wrote(text), most=4) == 3 / 4
     assert logical_connectors(wrote("some sofas")) == 0
     assert logical_connectors(wrote("In step 1 it rained."), most=1, words=("step", "therefore")) == 1
+
+
+def test_correct_japanese_is_no_other_script():
+    """The marks for a long vowel and for repetition, and forms of full and half width, were other scripts."""
+    japanese = Question("q", "どこのラーメンですか?", ("佐々木",))
+    assert language_penalty(wrote("コーヒーと人々、ゝ々〆ヽ、ﾗｰﾒﾝ、㍿", said="佐々木", question=japanese)) == 0
+    assert language_penalty(wrote("\uff21\uff22\uff23, x\u00b2, \ufb01ne", said="Ada")) == 0
+    assert language_penalty(wrote("Hawai\u02bbi")) == 0  # an apostrophe that is a letter of no script
+    assert language_penalty(wrote("コーヒー", said="A")) == pytest.approx(-4 / 5)
+
+
+def test_keywords_in_a_script_without_spaces():
+    question = Question("q", "?", ("東京",))
+    assert keyword_overlap(wrote("首都は東京です。", said="x", question=question)) == 1
+    assert keyword_overlap(wrote("首都は京都です。", said="x", question=question)) == 1 / 2

@@ -237,7 +237,7 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
                 losses.append((s.kl_beta * kl - gain).mean())
                 continue
             before = hidden_states(plain.model, "policy", batch.tokens[row], plain.wide)[[t - 1 for t in AT[row]]]
-            q = (before @ plain.wide(plain.model.head_weight)[:VOCABULARY].T / TEMPERATURE).softmax(-1)
+            q = (before @ plain.wide(plain.model.head_weight)[:VOCABULARY].T).softmax(-1)  # as the teacher: at 1
             p, q = said.logprobs.double().exp(), q.gather(-1, said.ids.long())
             p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
             losses.append(s.teacher_weight * (p * (p / q).log()).sum(-1).mean())

@@ -157,3 +157,12 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(damage):
     with pytest.raises(R3LiteError, match="replay buffer"):
         made.load_state_dict(state)
     assert tokens(made, "a") == [1]
+
+
+def test_a_question_that_was_drawn_twice_is_retired_if_all_its_episodes_succeeded():
+    """4 successes of 8 episodes, as many as one group has, retired it."""
+    made = buffer()
+    half, whole = (group(*[True] * 4, *[succeeded] * 4) for succeeded in (False, True))
+    made.add(1, {"half": half, "whole": whole, "few": group(True, True)})
+    assert made.retired == {"whole"} and made.questions["half"].rate == 0.5
+    assert made.questions["few"].rate == 1.0 and len(tokens(made, "half")) == 4

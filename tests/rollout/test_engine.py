@@ -137,6 +137,25 @@ def test_the_last_hop_is_forced_to_answer(scripted):
     assert text.endswith("one too many 42")
 
 
+@pytest.mark.parametrize("last", ["asks", "reaches its limit"])
+@pytest.mark.parametrize("hops", [1, 3])
+def test_an_episode_that_writes_as_much_as_it_can_writes_what_the_settings_count(scripted, last, hops):
+    """The turn that asks once too often was left out: of one retrieval and turns of 120 tokens 240 instead of 360."""
+    lengths = dataclasses.replace(LENGTHS, max_hops=hops, max_length=4000)
+
+    def full(text, filled):
+        return text.replace(filled, filled * (lengths.max_new_tokens - len(text)))  # with the stop token to its limit
+
+    turns = [full(ask(k, "a" * k, analysis="z"), "z") for k in range(1, hops + 2)]
+    if last == "reaches its limit":
+        turns[-1] = "Step" + "y" * 300 + "..."
+    script = {"0": [*turns, "x" * 300 + "..."]}
+    engine = scripted(script, forced="x" * 300 + "...", protocol=PROTOCOL, lengths=lengths)
+    (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
+    assert sum(sequence.action_mask) == lengths.most_sampled == (hops + 2) * 120
+    assert sequence.episode().searches == hops and sequence.finish == CUT_OFF
+
+
 def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
     """Documents give way first; where not even one fits, an answer is asked for. The limit is never passed."""
     script = {"0": [ask(k, f"query {k}") for k in range(1, 9)]}

@@ -208,3 +208,40 @@ def test_one_that_had_no_room_to_begin_ends_at_once(lanes_of, visitor):
     sequence.finish = CUT_OFF
     lanes.join(sequence)
     assert lanes.iterate() == [sequence] and lanes.lanes[None][0].rows == []
+
+
+def break_at(model, layout, text):
+    """Has the first layer give NaN for a token, so that whoever attends to it gets no numbers."""
+    (token,), passes = layout.tokenizer.encode(text), []
+    model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0] == token))
+    first = model.model.layers[0]
+    first.register_forward_hook(lambda *call: call[-1].masked_fill(passes[-1][..., None], float("nan")))
+
+
+def test_a_row_without_numbers_ends_alone_and_leaves_none_in_its_row(lanes_of, visitor, model, layout):
+    """It ended every answer that was being sampled; and a NaN in the cache counts in spite of a mask."""
+    first, waiting = visitor("a" * 40), visitor("w", Sampler(1.0, top_k=5))  # which is the shortest
+    bad, sound = visitor("#" * 20, Sampler(1.0, top_p=0.9)), [first, waiting]
+    expected = {s.question.id: alone(model, layout, s, s.sampler).tokens for s in sound}
+    break_at(model, layout, "#")
+    lanes = lanes_of(rows=2)
+    for sequence in (first, bad, waiting):
+        lanes.join(sequence)
+    ended = run(lanes)
+    assert ended[0] is bad and bad.finish == CUT_OFF and not bad.logprobs
+    assert f"question {'#' * 20}: the model's logits are not finite: model.layers.0 was the first" in str(bad.error)
+    assert {s.question.id: s.tokens for s in sound} == expected and not any(s.error for s in sound)
+    scheduler, _ = lanes.lanes[None]
+    assert all(block.isfinite().all() for block in scheduler.cache.blocks)
+
+
+def test_who_asks_again_what_had_no_numbers_is_told_again(lanes_of, visitor, model, layout):
+    """The row of the first one is cleared, so that nothing of it may be copied, nor waited for."""
+    break_at(model, layout, "#")
+    lanes = lanes_of(rows=1)
+    twice = [visitor("#"), visitor("#")]
+    for sequence in twice:
+        lanes.join(sequence)
+    for _ in range(3):
+        lanes.iterate()
+    assert all(sequence.error for sequence in twice) and not lanes.inside

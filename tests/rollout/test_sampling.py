@@ -75,8 +75,35 @@ def test_at_the_edge_of_a_block_no_token_without_probability_is_drawn():
         assert ((tokens < 100) | (tokens >= 140)).all() and logprobs.isfinite().all()
 
 
-def test_what_is_not_a_number_shows_in_the_log_probability():
-    for logits in (torch.full((1, 300), float("nan")), torch.tensor([[0.0, float("inf"), 1.0]])):
-        for sampler in (Sampler(), Sampler(temperature=0)):
-            (token,), (logprob,) = drawn(sampler, logits, [0.5])
-            assert 0 <= token < logits.shape[1] and np.isnan(logprob)
+def test_what_is_not_a_number_shows_in_the_log_probability_of_its_row():
+    """Also under truncation, which made a row of zeros of it, in which sampling read out of bounds."""
+    samplers = (Sampler(), Sampler(0.5), Sampler(0.0), Sampler(top_k=20), Sampler(top_p=0.9), Sampler(1.0, 2, 0.9))
+    sound = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    infinite = sound.clone()
+    infinite[0, 7] = float("inf")
+    for bad in (torch.full((1, 300), float("nan")), infinite, torch.full((1, 300), -float("inf"))):
+        for sampler in samplers:
+            tokens, logprobs = drawn(sampler, torch.cat((sound, bad, sound)), [0.5, 0.5, 0.5])
+            assert 0 <= tokens[1] < 300 and np.isnan(logprobs[1])
+            (token,), (logprob,) = drawn(sampler, sound, [0.5])
+            assert tokens[0] == tokens[2] == token and logprobs[0] == logprobs[2] == logprob
+
+
+def test_a_temperature_next_to_0_is_greedy():
+    """Logits over 1e-38 are infinite in float32, and over 1e-300 over 0: sampling read out of bounds."""
+    logits = torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)) * 10
+    greedy = drawn(Sampler(0.0), logits, [0.3, 0.7])
+    for temperature in (9e-6, 1e-38, 1e-40, 5e-324):
+        for truncation in ({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.1}):
+            assert drawn(Sampler(temperature, **truncation), logits, [0.3, 0.7]) == greedy
+    # The lowest temperature that is sampled has finite numbers for logits of any size that a model has.
+    logits = torch.tensor([[3e4, 3e4 + 1, -6e4]])
+    assert drawn(Sampler(1e-5), logits, [0.0]) == ([1], [0.0])
+
+
+def test_every_row_with_numbers_has_a_token_however_few_are_left():
+    """A top-p that is 0 in float32 excluded the likeliest token, too."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    for truncation in ({"top_p": 1e-300}, {"top_k": 1, "top_p": 1e-300}, {"top_k": 2**62}):
+        (token,), (logprob,) = drawn(Sampler(1.0, **truncation), logits, [0.0])
+        assert token == 0 and np.isclose(np.exp(logprob), 0.5)

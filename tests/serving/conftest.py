@@ -44,6 +44,10 @@ class Echo:
             words = job["ask"].text.split()
             if "crash" in words:
                 raise RuntimeError("/secret/path is broken")
+            if "stumble" in words:  # an error that is its own
+                self.jobs.remove(job)
+                over.append((job, None))
+                continue
             if job["left"] or len(job["said"]) == len(words):
                 self.jobs.remove(job)
                 over.append((job, self.answer(job)))

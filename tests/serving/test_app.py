@@ -240,3 +240,17 @@ def test_the_health_and_the_page(serving):
     assert status == 200 and page.startswith("<!doctype html>")
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+
+
+def test_an_ask_that_fails_for_a_reason_of_its_own_ends_no_other(serving):
+    running = serving(slow=0.05)
+    others = []
+    thread = threading.Thread(target=lambda: others.append(generate(running, query="one two three four")))
+    thread.start()
+    while not running.answering.jobs:
+        time.sleep(0.01)
+    status, answer = generate(running, query="stumble")
+    thread.join()
+    assert (status, answer["error"]["code"]) == (500, "failed")
+    assert others[0][1]["final_answer"] == "one two three four" and not running.answering.restarts
+    assert free_again(running)

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout, Transcript
 from r3lite.serving.asks import Ask
-from r3lite.serving.telling import Growing
+from r3lite.serving.telling import Growing, sources_of
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 DOCUMENTS = [Document("1", "Rome", "It is the capital of Italy."), Document("2", "Oslo", "Oslo lies in Norway.")]
@@ -78,3 +78,9 @@ def test_without_an_answer_it_says_why():
     transcript.finish = CUT_OFF
     answer = ask.answer("step 1 had no room")
     assert (answer.final_answer, answer.finish, answer.why) == ("", CUT_OFF, "step 1 had no room")
+
+
+def test_a_passage_in_a_script_without_spaces_is_cited():
+    documents = (Document("1", "日本", "日本の首都は東京です。"), Document("2", "京都", "京都は古い都です。"))
+    episode = Episode(Question("q", "?", ()), [Step.asking("", "首都", documents)])
+    assert [source.cited for source in sources_of(episode, "東京")] == [True, False]

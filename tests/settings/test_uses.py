@@ -218,6 +218,29 @@ def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tm
         command.check_used(*resolved("evaluate", "--config", str(path)))
 
 
+HARMFUL = {
+    "gradient_accumulation": ("sft", ["--no-lora"], 4),  # took an optimizer step for each pass
+    "micro_batch_tokens": ("sft", ["--no-lora"], 64),
+    "lora_dropout": ("ppo", [], 0.1),  # another policy was trained than had sampled
+    "least_searches": ("ppo", ["--format", "solution", "--retriever", "none"], 1),  # no answer was rewarded
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_what_would_do_harm_is_refused_wherever_it_stands(tmp_path, name):
+    """A flag was refused, and the same setting at the top of a file, or in a table, was taken."""
+    table, argv, value = HARMFUL[name]
+    path = tmp_path / "all.toml"
+    path.write_text(f"{name} = {value}\n", encoding="utf-8")
+    in_table = tmp_path / "table.toml"
+    in_table.write_text(f"[{table}]\n{name} = {value}\n", encoding="utf-8")
+    for given in ([flag(name), str(value)], ["--config", str(path)], ["--config", str(in_table)]):
+        with pytest.raises(UsageError, match=f"{flag(name)} is {value}, but has no effect here"):
+            command.check_used(*resolved(table, *argv, *given))
+    command.check_used(*resolved(table, *argv, "--config", str(in_table), "--resume", "auto"))  # an earlier version's
+    assert {n for use in USES if use.harmful for n in use.names.split()} == HARMFUL.keys()
+
+
 def test_a_command_refuses_before_its_work(capsys):
     work = functools.partial(pytest.fail, "it began")
     argv = ["--data", "x", "--fusion", "weighted"]

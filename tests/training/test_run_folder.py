@@ -217,3 +217,21 @@ def test_an_error_of_the_disk_within_a_step_tells_how_to_go_on(tmp_path, capsys)
     with pytest.raises(OSError, match="No space left"):
         run(toy, output=str(tmp_path))
     assert f"saved step 3; continue with --config {tmp_path / 'config.toml'} --resume auto" in capsys.readouterr().err
+
+
+class Reads(Toy):
+    """A toy that reads a file."""
+
+    def __init__(self, **inputs: str):
+        super().__init__()
+        self.state.inputs = inputs
+
+
+def test_a_run_whose_inputs_have_changed_is_refused_and_not_touched(tmp_path):
+    run(Reads(prompts="a", corpus="b"), output=str(tmp_path), stop_after=2)
+    before = contents(tmp_path)
+    with pytest.raises(R3LiteError, match="has changed since it started: corpus") as error:
+        run(Reads(prompts="a", corpus="c"), output=str(tmp_path), resume="auto")
+    assert "Restore it" in error.value.remedy and contents(tmp_path) == before
+    # What only one of the two versions of r3lite knows of is taken to be the same.
+    assert run(Reads(corpus="b", encoder="d"), output=str(tmp_path), resume="auto")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from r3lite.core.records import InvalidRecord, parse
+from r3lite.core.records import InvalidRecord, number_text, parse
 from r3lite.retrieval.documents.section import Section, Unreadable
 
 DELIMITERS = ",;\t"
@@ -77,4 +77,5 @@ def _lines(value: Any, key: str = "") -> Iterator[str]:
         for inner in value:
             yield from _lines(inner, key)
     elif value is not None and str(value).strip():
-        yield f"{key}: {value}" if key else str(value)
+        text = number_text(value) if type(value) is float else str(value)
+        yield f"{key}: {text}" if key else text

@@ -4,7 +4,7 @@ reward      1 if the answer is right, else -beta KL(pi_teacher || pi)           
 advantages  GRPO's, (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
 loss        of an episode that succeeded, GRPO's: -min(ratio A, clip(ratio, 1 - low, 1 + high) A); beta of the reference
             is 0. Of one that failed, in its place, at each of its tokens w sum_v p_v log(p_v / q_v), where p is the
-            teacher's distribution, q the policy's
+            teacher's distribution, q the policy's, both at temperature 1
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
 
 The paper takes its KL as a reward of PPO, found from the sampled tokens alone. Here it is the loss itself, whose

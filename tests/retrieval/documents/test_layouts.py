@@ -95,6 +95,7 @@ def test_rows_are_passages_or_lines_of_their_values():
     assert sections(".json", rows) == [("T", "Body"), ("", "a.b: 1\na.b: two\nok: True"), ("", "alone")]
     assert sections(".json", '{"name": "N", "k": "v"}') == [("N", "name: N\nk: v")]
     assert sections(".jsonl", '{"text": "one"}\n\n{"contents": "two"}\n') == [("", "one"), ("", "two")]
+    assert sections(".jsonl", '{"year": 1987.0, "metres": 1.5}') == [("", "year: 1987\nmetres: 1.5")]
     assert sections(".csv", 'name,age\r\n"Dahl, Ann",3\r\nBob,,extra\r\n') == [
         ("Dahl, Ann", "name: Dahl, Ann\nage: 3"),
         ("Bob", "name: Bob\nextra"),

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite.models.logprobs import TopTokens
+from r3lite.models.logprobs import TopTokens, top_logprobs
+from r3lite.models.packing import states_before
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch
 from r3lite.settings import LengthSettings
 from tests.rl.algorithms.test_variants import rollout
-from tests.rl.conftest import ACTIONS, moved, paper, taught
+from tests.rl.conftest import ACTIONS, VOCABULARY, moved, paper, taught
 
 
 def test_the_divergence_by_hand():
@@ -102,3 +103,18 @@ def test_rows_keep_what_is_said_of_them(batch, setup):
     assert some.rows([0, 3]).teacher == [None, None]
     assert some.rows([3, 2]).teacher == [None, some.teacher[2]]
     assert [said.ids.shape for said in some.rows([2, 1]).teacher] == [(ACTIONS[i].count("a"), 5) for i in (2, 1)]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_teacher_that_is_the_policy_has_nothing_to_teach_at_any_temperature(setup, model, batch, temperature):
+    """The teacher spoke at temperature 1 and the policy at --temperature: the divergence was .2 at .5."""
+    rows = batch.token_rows()
+    masks = [mask[: len(row)] for row, mask in zip(rows, batch.action_mask.tolist(), strict=True)]
+    with torch.no_grad():
+        hidden, _ = states_before(model, rows, masks)
+        said = top_logprobs(hidden, model.head_weight[:VOCABULARY], VOCABULARY)
+    own = replace(batch, teacher=said.split([sum(mask) for mask in masks]))
+    made = setup("dgpo")
+    made.learner.temperature = temperature
+    measured = made.learner.learn(own, "seed")
+    assert measured["teacher/kl"] == pytest.approx(0, abs=1e-5) and made.steps[0].norm() < 1e-4

@@ -11,7 +11,7 @@ from r3lite.rl.batch import ActionTokens, Batch, Rollout
 from r3lite.settings import LengthSettings
 from tests.rl.conftest import moved, paper
 
-LENGTHS = LengthSettings(max_hops=3, max_new_tokens=5)  # an episode samples at most 20 tokens
+LENGTHS = LengthSettings(max_hops=2, max_new_tokens=5)  # an episode samples at most 20 tokens
 
 
 def rollout(tokens: int, paid: float, group: int = 0, cut_off: bool = False) -> Rollout:
