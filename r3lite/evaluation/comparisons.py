@@ -21,8 +21,9 @@ def countable(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
 
     Raises R3LiteError if there is no such question.
     """
-    count = len(evaluations[0])
-    assert count > 0 and all(len(marks) == count for marks in evaluations), "marks of the same questions are needed"
+    counts = [len(marks) for marks in evaluations]
+    count = counts[0]
+    assert count > 0 and set(counts) == {count}, f"marks of the same questions are needed, not {counts}"
     places = [place for place in range(count) if not any(marks[place].failure for marks in evaluations)]
     if not places:
         cause = f"at each of the {count} questions the retriever failed in one of the evaluations"
