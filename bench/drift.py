@@ -55,7 +55,8 @@ def preset(name: str) -> dict:
 
 def write_settings(path: Path, name: str, episodes: int) -> dict:
     """Writes the settings of RL, the tiny model with the section [ppo] of another preset, and returns that section."""
-    tiny, other = preset("tiny"), preset(name)
+    tiny = preset("tiny")
+    other = preset(name)
     section = dict(other["ppo"])
     section["learning_rate"] *= tiny["sft"]["learning_rate"] / other["sft"]["learning_rate"]
     section["max_steps"] = math.ceil(episodes / (section["batch_size"] * section["num_generations"]))
@@ -69,7 +70,7 @@ class Seed:
     """The runs of one seed, under one folder."""
 
     def __init__(self, work: Path, seed: int, settings: Path):
-        self.folder, self.settings = work / str(seed), settings
+        self.folder = work / str(seed)
         self.tiny = ["--preset", "tiny", "--seed", str(seed)]
         self.search = ["--index", str(work / "index")]
         self.rl = ["--config", str(settings), "--seed", str(seed), "--adapter", str(self.folder / "sft"), *self.search]
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to which finished runs are added")
     flags = parser.parse_args()
     cpu = torch.device("cpu")
-    told = records.provenance(Precision(resolve_dtype("auto", cpu), cpu))
+    conditions = records.provenance(Precision(resolve_dtype("auto", cpu), cpu))
     settings = flags.work / f"{flags.preset}.toml"
     settings.parent.mkdir(parents=True, exist_ok=True)
     section = write_settings(settings, flags.preset, flags.episodes)
@@ -158,13 +159,13 @@ def main() -> None:
         world = Seed(flags.work, seed, settings)
         world.begin(flags.work)
         about = {"section": "drift", "seed": seed, "preset": flags.preset, "budget": flags.budget, "ppo": section}
-        found = {
+        measured = {
             "cold_em": round(world.em("sft"), 4),
             "plain": world.learn("plain", []),
             "budgeted": world.learn(f"budgeted-{flags.budget:g}", ["--kl-budget", str(flags.budget)]),
         }
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        runs.append(about | told | {"date": now} | found)
+        runs.append(about | conditions | {"date": now} | measured)
         records.add(flags.results / "drift.json", runs[-1])
     for name in ("plain", "budgeted"):
         print(summary(runs, name, flags.budget))

@@ -90,8 +90,9 @@ def build(
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
     adapter, vocabulary = policy.reference, tokenizer.size
     learner = Learner(
-        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks, budget
-    )
+        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks,
+        budget=budget,
+    )  # fmt: skip
     return engine, learner, state
 
 

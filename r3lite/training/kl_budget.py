@@ -27,13 +27,16 @@ FORGETTING = 0.9
 STEP_FACTOR = 2.0  # the scale changes by at most this from round to round
 MOST_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
 TAKEN_BACK_FACTOR = 16.0  # the scale falls by at most this after an update that was taken back, and by 2 at least
-LIMIT, FIRST_LIMIT = 2.0, 0.25  # an update is taken back above LIMIT times what the plan allows, and this of the target
+LIMIT = 2.0  # an update is taken back if the KL is above this many times what the plan allows,
+FIRST_LIMIT = 0.25  # and above this share of the target: the plan allows next to nothing for the first updates
 SURE = 1.0  # standard errors over questions, by which the KL must be above that
 # What is left of the path, as multiples of what was planned for the remaining rounds: where the budget is spent, the
 # policy goes on learning slowly, and what was saved is not spent in a few long steps at the end.
-LEAST_LEFT, MOST_LEFT = 0.25, 2.0
+LEAST_LEFT = 0.25
+MOST_LEFT = 2.0
 MOST_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
-WEIGHTS, MOMENTS = "weights/", "moments/"  # what the names of the copied tensors begin with
+WEIGHTS = "weights/"  # what the names of the copied tensors begin with
+MOMENTS = "moments/"
 
 
 class KlBudget:
@@ -41,27 +44,31 @@ class KlBudget:
 
     def __init__(self, target: float, rates: Sequence[float], optimizer: torch.optim.AdamW, precision: Precision):
         """`target` is the KL at the end of the run, `rates` the scheduled rates of its rounds as shares of the peak."""
-        self.target, self.rates = target, rates
-        self.optimizer, self.precision = optimizer, precision
+        self.target = target
+        self.rates = rates
+        self.optimizer = optimizer
+        self.precision = precision
         self.round = 1
         self.scale = 1.0  # of the scheduled rate
         self.rounding: float | None = None  # the KL before the first update, when policy and reference are equal
         self.path = 0.0
         self.last_rate = 0.0  # of the last update
-        self.sum_kl = self.sum_squares = 0.0  # the sums of the slope
+        self.sum_kl = 0.0  # the sums of the slope
+        self.sum_squares = 0.0
         self.rollbacks = 0  # of the guard
         self.before: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it stays
         self.metrics: dict[str, float] = {}  # of the round
 
-    def begin(self, round: int, rollbacks: int) -> None:
-        """Called before each round, with the rollbacks that the guard has made so far.
+    def begin(self, number: int, rollbacks: int) -> None:
+        """Called before round `number`, with the rollbacks that the guard has made so far.
 
         After a rollback the weights are not those that the last update led to. Their path is shorter than `path`, so
         the rate is rather too low then.
         """
-        self.round = round
+        self.round = number
         if rollbacks > self.rollbacks:
-            self.rollbacks, self.before = rollbacks, {}
+            self.rollbacks = rollbacks
+            self.before = {}
 
     @property
     def allowed(self) -> float:
@@ -78,7 +85,8 @@ class KlBudget:
             self.rounding = kl
         kl -= self.rounding
         if not kl <= MOST_TARGETS * self.target:  # nan is not
-            kl, error = MOST_TARGETS * self.target, 0.0
+            kl = MOST_TARGETS * self.target
+            error = 0.0
         self.sum_kl = FORGETTING * self.sum_kl + kl
         self.sum_squares = FORGETTING * self.sum_squares + self.path**2
         estimate = self._slope() ** 2 * self.path**2

@@ -100,14 +100,16 @@ def test_k1_in_a_loss_is_refused(algorithm):
         ALGORITHMS[algorithm](paper(algorithm, kl_beta=0.1, kl_estimator="k1"), LengthSettings())
 
 
-class Told:
-    """A budget that accepts or not, and notes what it was told."""
+class ScriptedBudget:
+    """A budget that always accepts, or never, and notes the KL of each round."""
 
     def __init__(self, answer: bool):
-        self.answer, self.told, self.metrics = answer, [], {"kl_budget/scale": 0.5}
+        self.answer = answer
+        self.kls: list[float] = []
+        self.metrics = {"kl_budget/scale": 0.5}
 
     def accepts(self, kl: float, error: float) -> bool:
-        self.told.append((kl, error))
+        self.kls.append(kl)
         return self.answer
 
 
@@ -134,11 +136,11 @@ def test_the_kl_of_a_round_and_its_error_over_questions_by_hand():
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce++-baseline"])
 def test_with_a_budget_the_kl_is_measured_before_the_update_even_if_it_is_not_punished(batch, setup, algorithm):
     made = setup(algorithm, kl_beta=0.0, kl_budget=0.01)
-    made.learner.budget = Told(True)
+    made.learner.budget = ScriptedBudget(True)
     reference = made.learner.reference_logprobs(batch)
     measured = made.learner.learn(batch, "seed")
     wanted = losses.k3_kl(batch.logprobs, reference)[batch.action_mask].mean()
-    assert made.learner.budget.told[0][0] == pytest.approx(float(wanted), rel=1e-4)
+    assert made.learner.budget.kls[0] == pytest.approx(float(wanted), rel=1e-4)
     assert measured["kl"] > 0 and measured["kl_budget/scale"] == 0.5
     plain = setup(algorithm, kl_beta=0.0)
     assert "kl" not in plain.learner.learn(batch, "seed")
@@ -147,5 +149,5 @@ def test_with_a_budget_the_kl_is_measured_before_the_update_even_if_it_is_not_pu
 
 def test_nothing_is_learned_from_episodes_of_an_update_that_was_taken_back(batch, setup):
     made = setup("grpo", kl_budget=0.01)
-    made.learner.budget = Told(False)
+    made.learner.budget = ScriptedBudget(False)
     assert made.learner.learn(batch, "seed") == {"kl_budget/scale": 0.5} and made.steps == []
