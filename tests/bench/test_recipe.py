@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import headroom, recipe, recipe_page
+from bench import card_settings, headroom, recipe, recipe_page
 from r3lite.core.command import COMMANDS
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
 from r3lite.core.invocation import resolve
@@ -328,6 +328,10 @@ def test_every_command_of_the_page_is_understood(module, words):
     if module == "bench.recipe":
         settings, _ = recipe.parse(shlex.split(words), "")
         assert (settings.then, settings.model) == (("rag-sft", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
+        return
+    if module == "bench.card":
+        settings, _ = card_settings.parse(shlex.split(words), "")
+        assert (list(settings.adapters), settings.minutes, settings.limit) == ([0, 1], 8.0, 400)
         return
     if module == "bench.headroom":
         config, _ = headroom.parse(shlex.split(words))
