@@ -424,4 +424,4 @@ def test_the_commands_themselves_take_what_they_are_given(cold, tmp_path, monkey
         assert rows[f"evaluate-{label}-0"]["scores"]["n"] == 6
         assert "em" in rows[f"compare-{label}-0"]["metrics"]
     assert rows["episode-0"]["samples"] == 8 * rows["episode-0"]["rounds"]  # two questions, four episodes of each
-    assert rows["answer-0"]["samples"] >= 4 and "ends/mixed_ratio" in rows["answer-0"]["last"]
+    assert rows["answer-0"]["samples"] >= 4 and "groups/mixed" in rows["answer-0"]["last"]
