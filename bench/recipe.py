@@ -7,9 +7,9 @@
 
 Every stage is a command of r3lite with its output in --output, and one whose result is there is not run again, so the
 same command goes on where it was stopped; --then and --baselines may name more by then. No question of a dev file is
-trained on, and RL asks only questions whose demonstrations its adapter has not learned (Settings.halves). A way is one
-run of bench/results/recipe.json, which it is added to when it is complete, fails or is interrupted;
-bench/recipe_page.py says what the page tells.
+trained on, and RL and the self round ask an adapter only questions whose demonstrations it has not learned
+(Settings.of_stage). A way is one run of bench/results/recipe.json, which it is added to when it is complete, fails or
+is interrupted; bench/recipe_page.py says what the page tells.
 """
 
 import hashlib
@@ -28,15 +28,30 @@ from typing import Any
 
 from bench import options, records
 from bench.recipe_page import SHOWN, page, tables
-from bench.recipe_settings import BASELINES, COLD, RAG_SFT, Settings, Trained, name_of, parse
+from bench.recipe_settings import (
+    BASELINES,
+    COLD,
+    RAG_SFT,
+    SELF_CONTROL,
+    Settings,
+    Trained,
+    name_of,
+    parse,
+    taught_half,
+    without_length,
+)
 from r3lite.core.answer_match import normalize
-from r3lite.core.command import Terminated
+from r3lite.core.command import COMMANDS, Terminated
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.invocation import resolve
+from r3lite.datasets.collected import rejected_ids
 from r3lite.datasets.qa import read_questions
+from r3lite.datasets.splits import new_questions
 from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
 from r3lite.models.lora import CONFIG as ADAPTER_CONFIG
+from r3lite.settings import CollectConfig
 
 MORE = ("then", "baselines", "cross_fit", "flags")  # settings that may change, as long as no stage that was begun does
 POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes of its time
@@ -44,7 +59,10 @@ POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of the way; `name` is also that of its output. `grows`: a result may be there that is not whole."""
+    """One command of the way; `name` is also that of its output.
+
+    `grows`: it samples trajectories; a result may be there that is not whole, and a whole one may be empty.
+    """
 
     name: str
     command: str
@@ -54,6 +72,13 @@ class Stage:
 
     def words(self) -> list[str]:
         return [sys.executable, "-m", f"r3lite.{self.command}", *self.arguments]
+
+    def is_empty(self) -> bool:
+        """Whether it has sampled all its questions and kept no trajectory, which `collect` calls a failure."""
+        if not self.grows or not self.result.exists() or self.result.stat().st_size:
+            return False
+        config = resolve("collect", CollectConfig(), self.arguments, COMMANDS)
+        return {question.id for question in new_questions(config.data)} <= rejected_ids(self.result)
 
 
 class Way:
@@ -68,30 +93,33 @@ class Way:
         """All stages, but for those whose result is there."""
         for baseline in self.settings.baselines:
             self.evaluate(baseline, BASELINES[baseline], baseline)
-        data = {name: [self.collected(f"gold-{name}", name)] for name in self.settings.sets}
+        gold = {name: self.demonstrations(name) for name in self.settings.sets}
         for model in self.settings.models():
             adapter = ["--adapter", str(self.folder / model.label)]
             if model.kind == RAG_SFT:
-                self.taught(model.label, {name: [self.collected_for_rag(name)] for name in data}, RAG_SFT)
+                self.taught(model.label, {name: [self.demonstrations_for_rag(name)] for name in gold}, RAG_SFT)
                 self.evaluate(model.label, [*BASELINES["rag"], *adapter], "rag")
             else:
-                self.train(model, data)
+                self.train(model, gold)
                 self.evaluate(model.label, adapter)
 
-    def train(self, model: Trained, data: dict[str, list[Path]]) -> None:
-        """Trains a model that answers in steps; `data` has the trajectories of each set, to which "self" adds."""
+    def train(self, model: Trained, gold: dict[str, Path]) -> None:
+        """Trains a model that answers in steps; `gold` has the demonstrations of each set."""
         begins = [self.folder / label for label in model.begins]
+        data = {name: [file] for name, file in gold.items()}
         if model.kind == "rl":
             self.reinforced(model.label, begins[0], model.half)
         elif model.kind == "mean":
             self.averaged(model.label, begins)
         elif model.kind == "half":
-            self.taught(model.label, self.demonstrations_of(model.half, data))
+            self.taught(model.label, {name: [self.part_of(model.half, file)] for name, file in gold.items()})
+        elif model.kind == "self":
+            for name, files in data.items():
+                files += [self.sampled(1, name), self.sampled(2, name)]
+            self.taught(model.label, data)
+        elif model.kind == SELF_CONTROL:
+            self.taught(model.label, data, steps=amounts(self.folder / "self")["steps"])
         else:
-            if model.kind == "self":
-                seen = [str(file) for files in data.values() for file in files]
-                for name, files in data.items():
-                    files.append(self.collected(f"own-{model.label}-{name}", name, begins[0], seen))
             self.taught(model.label, data)
 
     def evaluate(self, label: str, what: list[str], *kinds: str) -> None:
@@ -122,20 +150,30 @@ class Way:
             folders[COLD] = self.folder / f"over-{COLD}-{label}-{name}"
         return folders
 
-    def collected(self, output: str, name: str, adapter: Path | None = None, seen: Sequence[str] = ()) -> Path:
-        """Trajectories of a set's training questions: gold ones, or with an adapter those that it samples to questions
-        other than the `seen` ones, which it may answer from memory."""
-        given, path = self.settings, self.folder / f"{output}.jsonl"
-        data = ["--data", given.sets[name][0], "--exclude", ",".join([*given.dev_files, *seen]), "--output", str(path)]
-        arguments, kinds = [*given.common, "--source", "gold"], ("collect",)
-        if adapter:
-            arguments = [*given.runs_model, "--adapter", str(adapter), "--source", "self"]
-            kinds = ("collect", "self")
-        arguments += [*given.searches, *data, *given.more(*kinds)]
-        self.run(Stage(output, "collect", arguments, path, grows=adapter is not None))
+    def demonstrations(self, name: str) -> Path:
+        """Gold trajectories of a set's training questions."""
+        settings = self.settings
+        path = self.folder / f"gold-{name}.jsonl"
+        arguments = [*settings.common, "--source", "gold", *settings.searches, "--data", settings.sets[name][0]]
+        arguments += ["--exclude", ",".join(settings.dev_files), "--output", str(path), *settings.more("collect")]
+        self.run(Stage(path.stem, "collect", arguments, path))
         return path
 
-    def collected_for_rag(self, name: str) -> Path:
+    def sampled(self, half: int, name: str) -> Path:
+        """Right and grounded trajectories of a set's training questions of a half, sampled by the adapter that has
+        learned the demonstrations of the other half: it may not answer from memory."""
+        settings = self.settings
+        other = 3 - half
+        path = self.folder / f"own-self-half{half}-{name}.jsonl"
+        learned = [str(file) for file in self.questions_of(other)]
+        arguments = [*settings.runs_model, "--adapter", str(self.folder / taught_half(other).label)]
+        arguments += ["--source", "self", "--num-generations", "4", *settings.searches]
+        arguments += ["--data", settings.sets[name][0], "--exclude", ",".join([*settings.dev_files, *learned])]
+        arguments += ["--output", str(path), *settings.more("collect", "self")]
+        self.run(Stage(path.stem, "collect", arguments, path, grows=True))
+        return path
+
+    def demonstrations_for_rag(self, name: str) -> Path:
         """A set's training questions as plain RAG asks them, with the flags of its evaluation, and their answers."""
         given, path = self.settings, self.folder / f"rag-{name}.jsonl"
         arguments = [*given.common, "--model", given.model, "--source", "gold", *BASELINES["rag"], *given.searches]
@@ -143,37 +181,40 @@ class Way:
         self.run(Stage(path.stem, "collect", [*arguments, *given.more("collect", "rag")], path))
         return path
 
-    def demonstrations_of(self, half: int, data: dict[str, list[Path]]) -> dict[str, list[Path]]:
-        """The trajectories of each set whose questions are of a half, in files of their own; no file is empty."""
-        chosen: dict[str, list[Path]] = {}
-        for name, files in data.items():
-            for file in files:
-                path = file.with_name(f"{file.stem}-half{half}.jsonl")
-                rows = [row for row in read_jsonl(file) if half_of(row.text("question"), self.settings.seed) == half]
-                if rows:
-                    write_jsonl(path, [row.values for row in rows])
-                    chosen.setdefault(name, []).append(path)
-        return chosen
+    def part_of(self, half: int, file: Path) -> Path:
+        """A file of the trajectories in another one whose questions are of a half."""
+        path = file.with_name(f"{file.stem}-half{half}.jsonl")
+        rows = [row for row in read_jsonl(file) if half_of(row.text("question"), self.settings.seed) == half]
+        write_jsonl(path, [row.values for row in rows])
+        return path
 
     def questions_of(self, half: int) -> list[Path]:
         """A file for each set with its training questions of a half, for --exclude."""
-        paths = []
-        for name, (train, _) in self.settings.sets.items():
-            questions = read_questions(train, skip_bad_rows=True)
-            rows = [{"question": q.text, "answer": q.answers[0]} for q in questions]
-            paths.append(self.folder / f"questions-{name}-half{half}.jsonl")
-            write_jsonl(paths[-1], [row for row in rows if half_of(row["question"], self.settings.seed) == half])
-        return paths
+        paths = {name: self.folder / f"questions-{name}-half{half}.jsonl" for name in self.settings.sets}
+        for name, path in paths.items():
+            if not path.exists():  # it does not change, and large sets take long to read
+                questions = read_questions(self.settings.sets[name][0], skip_bad_rows=True)
+                rows = [{"question": q.text, "answer": q.answers[0]} for q in questions]
+                write_jsonl(path, [row for row in rows if half_of(row["question"], self.settings.seed) == half])
+        return list(paths.values())
 
-    def taught(self, label: str, data: dict[str, list[Path]], *kinds: str) -> None:
-        """SFT from the base, on the trajectories of each set."""
-        output, sources = self.folder / label, []
-        for name, files in data.items():
-            weight = self.settings.weights[name] / len(files)
-            sources += [f"{file}={weight:g}" for file in files]
-        arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *self.settings.more("sft", *kinds)]
+    def taught(self, label: str, data: dict[str, list[Path]], *kinds: str, steps: int | None = None) -> None:
+        """SFT from the base, on the trajectories of each set; `steps`: how many, whatever the flags say."""
+        output = self.folder / label
+        flags = self.settings.more("sft", *kinds)
+        if steps is not None:
+            flags = [*without_length(flags), "--max-steps", str(steps)]
+        sources = [source for name, files in data.items() for source in self.weighed(name, files)]
+        arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *flags]
         arguments += ["--output", str(output), "--resume", "auto"]
         self.run(Stage(label, "sft", arguments, output / "summary.json"))
+
+    def weighed(self, name: str, files: Sequence[Path]) -> list[str]:
+        """A set's files as --sources has them: they share its weight by their numbers of rows; empty ones are left
+        out."""
+        rows = {file: sum(1 for _ in read_jsonl(file)) for file in files}
+        shares = {file: count / sum(rows.values()) for file, count in rows.items() if count}
+        return [f"{file}={self.settings.weights[name] * share:g}" for file, share in shares.items()]
 
     def reinforced(self, label: str, adapter: Path, half: int) -> None:
         """Reinforcement learning from an adapter, on the questions of a half; all sets weigh the same, as the mean over
@@ -215,7 +256,7 @@ class Way:
             process.terminate()
             self.wait(process, cost)
             raise
-        if process.returncode:
+        if process.returncode and not stage.is_empty():
             message = f"the stage {stage.name} failed with status {process.returncode}"
             raise R3LiteError(message, "Its own message stands above; the same command again goes on with it.")
         cost["complete"] = True
@@ -285,8 +326,8 @@ def amounts(output: Path) -> dict[str, int]:
     if predictions.exists():
         return {"tokens": sum(round(row.number("reasoning_tokens", 0)) for row in read_jsonl(predictions))}
     if metrics.exists():
-        rows = [row.whole("num_tokens", 0) for row in read_jsonl(metrics)]
-        return {"tokens": rows[-1], "steps": len(rows)} if rows else {}
+        rows = list(read_jsonl(metrics))
+        return {"tokens": rows[-1].whole("num_tokens", 0), "steps": rows[-1].whole("step")} if rows else {}
     return {"trajectories": sum(1 for _ in read_jsonl(trajectories))} if trajectories.exists() else {}
 
 

@@ -17,6 +17,7 @@ OWN = {
     "sft": "cold start",
     "rag-sft": "plain RAG, fine-tuned",
     "self": "self round",
+    "self-control": "cold start, with the steps of the self round",
     "half1": "cold start on half 1",
     "half2": "cold start on half 2",
     "rl": "reinforcement learning",

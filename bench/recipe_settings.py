@@ -13,8 +13,8 @@ from r3lite.evaluate import EvaluateConfig
 
 COLD = "sft"  # the name of the cold start, and of its adapter
 RAG_SFT = "rag-sft"  # of the control: plain RAG, fine-tuned
+SELF_CONTROL = "self-control"  # of the control: gold alone, for as many steps as the self round took
 THEN = (RAG_SFT, "self", "rl")
-ONCE = (RAG_SFT, "rl")  # a second one would be the same again
 # What the model does without training: the values of --baseline, or the steps of r3lite itself.
 BASELINES = {
     "rag": ["--baseline", "rag", "--top-k", "5"],  # one retrieval only: it gets more documents than a step
@@ -28,8 +28,9 @@ NAME = re.compile(r"[\w-]+")  # of a set
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that the way trains, of a `kind`: the cold start (COLD), RAG_SFT, "self", "half" (SFT on the
-    demonstrations of one half of the questions), "rl" (on one half of the questions) or "mean" (of adapters)."""
+    """A model that the way trains, of a `kind`: the cold start (COLD), RAG_SFT, "half" (SFT on the demonstrations of
+    one half of the questions), "self" (SFT on gold and sampled trajectories), SELF_CONTROL, "rl" (on one half of the
+    questions) or "mean" (of adapters)."""
 
     label: str  # its name, and that of its output
     kind: str
@@ -76,25 +77,23 @@ class Settings:
         return [word for kind in kinds for word in shlex.split(self.flags.get(kind, ""))]
 
     def models(self) -> list[Trained]:
-        """The models that are trained, in their order.
-
-        A label tells the stages that led to the model, but for the cold start: self, self-half1, self-half1-rl.
-        """
-        models = [Trained(COLD, COLD)]
-        earlier = ""  # the label of the stages before, with a hyphen
+        """The models that are trained, in their order; the stages "self" and "rl" share those of the halves."""
+        models = {COLD: Trained(COLD, COLD)}
         for what in self.then:
-            if what == RAG_SFT:  # a control: nothing begins from it
-                models.append(Trained(RAG_SFT, RAG_SFT))
-                continue
-            if what == "self":
-                latest = [model for model in models if model.kind != RAG_SFT][-1]
-                models.append(Trained(f"{earlier}self", "self", begins=(latest.label,)))
-            else:
-                models += self.halves(earlier)
-            earlier += f"{what}-"
-        return models
+            for model in self.of_stage(what):
+                models.setdefault(model.label, model)
+        return list(models.values())
 
-    def halves(self, earlier: str) -> list[Trained]:
+    def of_stage(self, what: str) -> list[Trained]:
+        """The models of a stage after the cold start, in their order."""
+        if what == RAG_SFT:
+            return [Trained(RAG_SFT, RAG_SFT)]
+        if what == "self":
+            halves = [taught_half(1), taught_half(2)]  # each samples the questions of the other half
+            return [*halves, Trained("self", "self"), Trained(SELF_CONTROL, SELF_CONTROL)]
+        return self.reinforced()
+
+    def reinforced(self) -> list[Trained]:
         """The models of the stage "rl": an adapter learns the demonstrations of one half of the questions and is
         reinforced on the other half, which it may not answer from memory.
 
@@ -102,16 +101,29 @@ class Settings:
         """
         models, ends = [], []
         for half, other in ((1, 2), (2, 1)) if self.cross_fit else ((1, 2),):
-            taught = Trained(f"{earlier}half{half}", "half", half)
+            taught = taught_half(half)
             ends.append(Trained(f"{taught.label}-rl", "rl", other, begins=(taught.label,)))
             models += [taught, ends[-1]]
         if self.cross_fit:
-            models.append(Trained(f"{earlier}rl-mean", "mean", begins=tuple(model.label for model in ends)))
+            models.append(Trained("rl-mean", "mean", begins=tuple(model.label for model in ends)))
         return models
 
     def labels(self) -> list[str]:
         """The names of the models that are trained, in their order."""
         return [model.label for model in self.models()]
+
+
+def taught_half(half: int) -> Trained:
+    """The model that learns the demonstrations of a half of the questions."""
+    return Trained(f"half{half}", "half", half)
+
+
+def without_length(words: list[str]) -> list[str]:
+    """The flags of an `sft` but for those that set its length, --epochs and --max-steps."""
+    length = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    length.add_argument("--epochs")
+    length.add_argument("--max-steps")
+    return length.parse_known_args(words)[1]
 
 
 def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.Namespace]:
@@ -131,8 +143,10 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
         nargs="*",
         choices=THEN,
         default=[],
-        help=f"stages after the cold start, in this order; {RAG_SFT}: plain RAG fine-tuned on the same questions; rl: "
-        "SFT on the demonstrations of one half of the questions, then RL on the other half",
+        help=f"stages after the cold start, in this order; {RAG_SFT}: plain RAG fine-tuned on the same questions; "
+        "self: two adapters each learn the demonstrations of one half of the questions and sample the other half, then "
+        "SFT on gold and these samples, and on gold alone for as many steps; rl: SFT on the demonstrations of one "
+        "half, then RL on the other half",
     )
     made.add_argument("--cross-fit", action="store_true", help="rl: also the reverse, and the mean of both adapters")
     made.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
@@ -159,7 +173,7 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
     flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
     if unknown := [kind for kind in flags if kind not in KINDS]:
         made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
-    if twice := [what for what in ONCE if given.then.count(what) > 1]:
+    if twice := [what for what in THEN if given.then.count(what) > 1]:
         made.error(f"--then has {twice[0]} twice, which would train the same again")
     if given.cross_fit and "rl" not in given.then:
         made.error("--cross-fit works only with --then rl")

@@ -18,8 +18,9 @@ from r3lite.datasets.splits import without
 from r3lite.settings import PpoConfig
 from tests.commands import CONFIGS
 
-# Stands in for the commands: writes what each leaves in --output, and notes that it ran. It obeys two files beside it:
-# `fail` has the name of an output at which it fails, `stop` of one at which it has the bench stopped by SIGTERM.
+# Stands in for the commands: writes what each leaves in --output, and notes that it ran. It obeys files beside it:
+# `fail` has the name of an output at which it fails, `stop` of one at which it has the bench stopped by SIGTERM, `none`
+# of one for which no trajectory is kept.
 STUB = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -39,8 +40,16 @@ def write(name, *rows):
     output.mkdir(parents=True, exist_ok=True)
     (output / name).write_text("".join(json.dumps(row) + "\\n" for row in rows))
 em = {"value": 0.25, "low": 0.125, "high": 0.5}
+def lines(flag):
+    files = words[words.index(flag) + 1].split(",")
+    return [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
 if command == "collect":
-    output.write_text(Path(words[words.index("--data") + 1]).read_text())
+    excluded = {row["question"] for row in lines("--exclude")}
+    rows = [row for row in lines("--data") if row["question"] not in excluded]
+    rejected = [{"id": row["id"], "reasons": {}} for row in rows]
+    output.with_name(output.name + ".rejected.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rejected))
+    output.write_text("" if told("none") else "".join(json.dumps(row) + "\\n" for row in rows))
+    sys.exit(told("none"))
 elif command == "export":
     write("adapter_config.json", {})
 elif "--compare" in words:
@@ -49,7 +58,7 @@ elif command == "evaluate":
     write("scores.json", {"n": 8, "em": em, "f1": em, "finish": {"answered": 8}})
     write("predictions.jsonl", {"reasoning_tokens": 30.0}, {"reasoning_tokens": 12.0})
 else:
-    write("metrics.jsonl", {"num_tokens": 100}, {"num_tokens": 250})
+    write("metrics.jsonl", {"step": 6, "num_tokens": 100}, {"step": 7, "num_tokens": 250})
     write("summary.json", {})
 """
 
@@ -63,7 +72,8 @@ def way(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "POLL", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
     for name, rows in (("train", TRAIN), ("dev", ("Dan", "Bo"))):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"question": f"Who is {row}?", "answer": row} for row in rows])
+        questions = [{"id": row, "question": f"Who is {row}?", "answer": row} for row in rows]
+        write_jsonl(tmp_path / f"{name}.jsonl", questions)
     files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
 
@@ -95,39 +105,108 @@ def evaluated(label: str) -> list[str]:
     return [f"evaluate-{label}-one", f"compare-{label}-one", f"over-sft-{label}-one"]
 
 
-TRAIN = ("Al", "Bo", "Cy", "Di", "Ed", "Flo")
+TRAIN = ("Al", "Bo", "Cy", "Di", "Ed", "Flo")  # with seed 0 Ed alone is of half 1; Bo is in the dev file
 ROOT = Path(recipe.__file__).parent.parent
 COMMANDS_OF_THE_PAGE = re.findall(r"^python -m (\S+) (.*)$", (ROOT / "docs" / "recipe.md").read_text("utf-8"), re.M)
 COLD = [
     *("evaluate-rag-one", "evaluate-gold-one", "compare-gold-one", "gold-one.jsonl"),
     *("sft", "evaluate-sft-one", "compare-sft-one"),
 ]
+SELF = [
+    *("half1", *evaluated("half1"), "half2", *evaluated("half2")),
+    *("own-self-half1-one.jsonl", "own-self-half2-one.jsonl"),
+    *("self", *evaluated("self"), "self-control", *evaluated("self-control")),
+]
 SHORT = ("--baselines", "rag", "gold")
 
 
 def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     status, outputs = way(*SHORT, "--then", "self", "rl", "--limit", "8")
-    own = ["own-self-one.jsonl", "self", *evaluated("self")]
-    rl = ["self-half1", *evaluated("self-half1"), "self-half1-rl", *evaluated("self-half1-rl")]
-    assert status == 0 and outputs == [*COLD, *own, *rl]
-    rag, gold, over, collect, sft, cold, _, own, again, _, _, with_cold, half, _, _, _, rl, last, *_ = ran(tmp_path)
+    rl = ["half1-rl", *evaluated("half1-rl")]
+    assert status == 0 and outputs == [*COLD, *SELF, *rl]
+    words = dict(zip(outputs, ran(tmp_path), strict=True))
+    rag, gold, over, collect, sft, cold = ran(tmp_path)[:6]
     folder = tmp_path / "way"
     assert (given(rag, "--baseline"), given(gold, "--baseline"), given(rag, "--limit")) == ("rag", "gold", "8")
     assert over[2:4] == [str(folder / "evaluate-rag-one"), str(folder / "evaluate-gold-one")]
     assert (given(collect, "--source"), given(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
-    seen = f"{tmp_path / 'dev.jsonl'},{folder / 'gold-one.jsonl'}"
-    assert (given(own, "--source"), given(own, "--exclude")) == ("self", seen)
-    assert given(own, "--adapter") == given(cold, "--adapter") == str(folder / "sft")
+    assert given(cold, "--adapter") == str(folder / "sft")
+    with_cold = words["over-sft-self-one"]
     assert with_cold[2:4] == [str(folder / "evaluate-sft-one"), str(folder / "evaluate-self-one")]
     assert given(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
-    both = f"{folder / 'gold-one.jsonl'}=0.5,{folder / 'own-self-one.jsonl'}=0.5"
-    assert given(again, "--sources") == both and "--adapter" not in again  # from the base
-    both = f"{folder / 'gold-one-half1.jsonl'}=0.5,{folder / 'own-self-one-half1.jsonl'}=0.5"
-    assert given(half, "--sources") == both and "--adapter" not in half
-    assert given(rl, "--adapter") == str(folder / "self-half1")
-    assert given(last, "--adapter") == str(folder / "self-half1-rl")
-    assert {given(words, "--resume") for words in (sft, again, half, rl)} == {"auto"}
-    assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
+    assert given(words["half1"], "--sources") == f"{folder / 'gold-one-half1.jsonl'}=1"
+    assert given(words["half1-rl"], "--adapter") == str(folder / "half1")
+    assert given(words["evaluate-half1-rl-one"], "--adapter") == str(folder / "half1-rl")
+    trained = [words[label] for label in ("sft", "half1", "half2", "self", "self-control", "half1-rl")]
+    assert {given(line, "--resume") for line in trained} == {"auto"}
+    others = [rag, collect, words["own-self-half1-one.jsonl"]]
+    assert {given(line, "--preset") for line in [*trained, *others]} == {"hotpotqa"}
+
+
+def self_questions(words: list[str]) -> set[str]:
+    """The questions of a `collect`: those of its file that stand in no file of --exclude."""
+    files = given(words, "--exclude").split(",")
+    return {q.text for q in without(read_questions(given(words, "--data")), files)}
+
+
+def test_the_self_round_samples_no_question_with_the_adapter_that_learned_it(way, tmp_path):
+    """It sampled the questions that were left over, for which no demonstration could be made."""
+    _, outputs = way("--baselines", "--then", "self", sets=("one", "two"))
+    words = dict(zip(outputs, ran(tmp_path), strict=True))
+    for name in ("one", "two"):
+        for half, other in (("half1", "half2"), ("half2", "half1")):
+            sample = words[f"own-self-{half}-{name}.jsonl"]
+            assert given(sample, "--adapter") == str(tmp_path / "way" / other)
+            assert (given(sample, "--source"), given(sample, "--num-generations")) == ("self", "4")
+            assert self_questions(sample) == sft_questions(words[half]) != set()
+            assert not self_questions(sample) & sft_questions(words[other])
+    questions = {f"Who is {name}?" for name in TRAIN} - {"Who is Bo?"}
+    assert sft_questions(words["half1"]) | sft_questions(words["half2"]) == questions
+
+
+def test_the_files_of_a_set_share_its_weight_by_their_numbers_of_rows(way, tmp_path):
+    """Of five questions one is of half 1: it has a tenth of the rows, and as large a share."""
+    _, outputs = way("--baselines", "--then", "self", weight=",3")
+    words = dict(zip(outputs, ran(tmp_path), strict=True))
+    folder = tmp_path / "way"
+    shares = {"gold-one": "1.5", "own-self-half1-one": "0.3", "own-self-half2-one": "1.2"}
+    assert given(words["self"], "--sources") == ",".join(f"{folder / name}.jsonl={w}" for name, w in shares.items())
+    assert "--adapter" not in words["self"]  # from the base
+
+
+def test_a_half_of_which_no_sample_is_right_is_left_out(way, tmp_path):
+    """`collect` fails then, although nothing is wrong; it does as well if it was stopped before the first right one."""
+    (tmp_path / "none").write_text("own-self-half1-one.jsonl")
+    status, outputs = way("--baselines", "--then", "self", weight=",3")
+    assert status == 0
+    sources = given(dict(zip(outputs, ran(tmp_path), strict=True))["self"], "--sources")
+    assert sources.replace(str(tmp_path / "way"), "") == "/gold-one.jsonl=1.66667,/own-self-half2-one.jsonl=1.33333"
+    assert way("--baselines", "--then", "self", weight=",3") == (0, [])
+
+
+def test_samples_of_some_questions_of_which_none_is_right_are_not_all(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"id": row, "question": f"Who is {row}?", "answer": row} for row in TRAIN])
+    output = tmp_path / "samples.jsonl"
+    arguments = ["--source", "self", "--data", str(tmp_path / "train.jsonl"), "--output", str(output)]
+    stage = recipe.Stage("samples", "collect", arguments, output, grows=True)
+    assert not stage.is_empty()
+    output.write_text("")
+    for count, empty in ((5, False), (6, True)):
+        rejected = [{"id": row, "reasons": {"wrong answer": 4}} for row in TRAIN[:count]]
+        write_jsonl(tmp_path / "samples.jsonl.rejected.jsonl", rejected)
+        assert stage.is_empty() is empty
+
+
+def test_the_control_of_the_self_round_takes_as_many_steps_on_gold_alone(way, tmp_path):
+    flags = ["--flags", "sft=--epochs 2 --max-length 900"]
+    _, outputs = way("--baselines", "--then", "self", *flags)
+    words = dict(zip(outputs, ran(tmp_path), strict=True))
+    control, cold = words["self-control"], words["sft"]
+    assert given(control, "--sources") == given(cold, "--sources")
+    assert (given(control, "--max-steps"), given(control, "--max-length")) == ("7", "900")
+    # sft refuses both.
+    assert "--epochs" not in control and given(words["self"], "--epochs") == given(cold, "--epochs") == "2"
+    assert {"over-sft-self-control-one", "evaluate-self-control-one"} <= set(outputs)
 
 
 def rl_questions(words: list[str]) -> set[str]:
@@ -155,13 +234,13 @@ def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_its_demonst
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
         (name, str(tmp_path / "train.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
-    train = {f"Who is {name}?" for name in TRAIN}
+    train = {f"Who is {name}?" for name in TRAIN} - {"Who is Bo?"}
     for taught, reinforced in ((half1, rl1), (half2, rl2)):
         assert given(reinforced, "--adapter") == given(taught, "--output")
         assert (
             sft_questions(taught) and rl_questions(reinforced) and not sft_questions(taught) & rl_questions(reinforced)
         )
-        assert rl_questions(reinforced) == train - sft_questions(taught) - {"Who is Bo?"}  # Bo is in the dev file
+        assert rl_questions(reinforced) == train - sft_questions(taught)
     assert sft_questions(half1) | sft_questions(half2) == sft_questions(cold) == train
 
 
@@ -180,12 +259,17 @@ def test_cross_fitting_ends_with_the_mean_of_both_adapters(way, tmp_path):
     assert way(*stages, "--cross-fit") == (0, [])
 
 
-def test_a_self_round_samples_with_the_last_adapter_that_is_no_control():
-    stages = ["--set", "a=b,c", "--then", "self", "rag-sft", "rl"]
-    before = recipe.parse([*stages, "self"], "")[0].models()
-    assert [model.begins for model in before if model.kind == "self"] == [("sft",), ("self-half1-rl",)]
-    crossed = recipe.parse([*stages, "self", "--cross-fit"], "")[0].models()
-    assert (crossed[-1].label, crossed[-1].begins) == ("self-rl-self", ("self-rl-mean",))
+def test_the_self_round_and_reinforcement_learning_share_the_adapters_of_the_halves(way, tmp_path):
+    halves = ["half1", "half2"]
+    for then, labels in (
+        (["self", "rag-sft", "rl"], [*halves, "self", "self-control", "rag-sft", "half1-rl", "half2-rl", "rl-mean"]),
+        (["rl", "self"], ["half1", "half1-rl", "half2", "half2-rl", "rl-mean", "self", "self-control"]),
+    ):
+        settings, _ = recipe.parse(["--set", "a=b,c", "--then", *then, "--cross-fit"], "")
+        assert settings.labels() == ["sft", *labels]
+    assert way("--baselines", "--then", "rl", "--cross-fit")[0] == 0
+    _, outputs = way("--baselines", "--then", "rl", "self", "--cross-fit")
+    assert outputs[:3] == ["own-self-half1-one.jsonl", "own-self-half2-one.jsonl", "self"]
 
 
 def test_halves_are_the_same_in_all_files_and_differ_by_seed():
@@ -228,11 +312,12 @@ def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):
     assert way(*SHORT) == (0, COLD[4:])
     (run,) = kept(tmp_path)
     stage = {stage["stage"]: stage for stage in run["stages"]}["sft"]
-    assert run["complete"] and (stage["starts"], stage["tokens"], stage["steps"]) == (2, 250, 2)
+    assert run["complete"] and (stage["starts"], stage["tokens"], stage["steps"]) == (2, 250, 7)
     assert stage["seconds"] > first["seconds"] and stage["complete"] and len(stage["commits"]) == 1
     assert way(*SHORT) == (0, []) and len(kept(tmp_path)) == 1
-    assert way(*SHORT, "--then", "self") == (0, ["own-self-one.jsonl", "self", *evaluated("self")])
-    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["rag", "gold", "sft", "self"]
+    assert way(*SHORT, "--then", "self") == (0, SELF)
+    labels = ["rag", "gold", "sft", "half1", "half2", "self", "self-control"]
+    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == labels
 
 
 def test_a_stage_that_fails_ends_the_way_and_is_named(way, tmp_path, capsys):
@@ -246,10 +331,10 @@ def test_a_stage_that_fails_ends_the_way_and_is_named(way, tmp_path, capsys):
 
 def test_trajectories_of_the_model_that_a_killed_run_left_are_gone_on_with(way, tmp_path):
     """They are written a block at a time: that the file is there does not say that it is whole."""
-    (tmp_path / "stop").write_text("own-self-one.jsonl")
+    (tmp_path / "stop").write_text("own-self-half1-one.jsonl")
     assert way(*SHORT, "--then", "self")[0] == 143
-    (tmp_path / "way" / "own-self-one.jsonl").write_text('{"id": "half"}\n')
-    assert way(*SHORT, "--then", "self")[1][0] == "own-self-one.jsonl"
+    (tmp_path / "way" / "own-self-half1-one.jsonl").write_text('{"id": "half"}\n')
+    assert way(*SHORT, "--then", "self")[1][0] == "own-self-half1-one.jsonl"
     assert way(*SHORT, "--then", "self") == (0, [])
 
 
@@ -277,8 +362,8 @@ def test_flags_may_be_added_for_stages_that_did_not_begin(way, tmp_path, capsys)
 def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
     assert way(*SHORT, "--then", "self", "--flags", "rag=--top-k 5", "self=--keep 1", "evaluate=--max-hops 2")[0] == 0
     with_flag = [[Path(given(w, "--output")).name for w in ran(tmp_path) if f in w] for f in ("--top-k", "--keep")]
-    assert with_flag == [["evaluate-rag-one"], ["own-self-one.jsonl"]]
-    assert sum("--max-hops" in words for words in ran(tmp_path)) == 4
+    assert with_flag == [["evaluate-rag-one"], ["own-self-half1-one.jsonl", "own-self-half2-one.jsonl"]]
+    assert sum("--max-hops" in words for words in ran(tmp_path)) == 7
 
 
 @pytest.mark.parametrize(
@@ -289,6 +374,7 @@ def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
         (["--set", "a/b=train.jsonl,dev.jsonl"], "--set a/b: write it as"),
         (["--set", "a=b,c", "--flags", "stf=--epochs 2"], "--flags stf: write it as KIND=FLAGS"),
         (["--set", "a=b,c", "--then", "rl", "self", "rl"], "--then has rl twice"),
+        (["--set", "a=b,c", "--then", "self", "rl", "self"], "--then has self twice"),
         (["--set", "a=b,c", "--then", "self", "--cross-fit"], "--cross-fit works only with --then rl"),
     ],
 )
@@ -306,7 +392,7 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     assert {"commit", "threads", "precision", "processor", "date"} <= run.keys()
     assert str(tmp_path) not in json.dumps(run | {"stages": []})
     stages = {stage["stage"]: stage for stage in run["stages"]}
-    assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 6
+    assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 5
     assert 1 < stages["sft"]["peak_mib"] < 100_000
     shown = capsys.readouterr().out
     em, over = "0.250 (0.125 to 0.500)", "+0.125 (-0.250 to +0.375)"
@@ -315,7 +401,8 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     told = (tmp_path / "results" / "recipe.md").read_text()
     assert shown.strip().splitlines()[-1] in told and "Flags: sft: `--epochs 2`." in told
     titles = {
-        "self-rl": "self round, then reinforcement learning",
+        "self": "self round",
+        "self-control": "cold start, with the steps of the self round",
         "half2-rl": "cold start on half 2, then reinforcement learning",
         "rl-mean": "reinforcement learning, then mean of both halves",
         "rag-sft": "plain RAG, fine-tuned",
@@ -351,19 +438,20 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     few = [
         "collect=--limit 8",
         "sft=--max-steps 2",
+        "self=--num-generations 2",
         "ppo=--max-steps 1 --batch-size 2 --num-generations 2 --algorithm grpo",
     ]
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
     arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag"]
-    arguments += ["--then", "rag-sft", "rl", "--cross-fit"]
+    arguments += ["--then", "rag-sft", "self", "rl", "--cross-fit"]
     handler = signal.getsignal(signal.SIGTERM)
     assert recipe.main([*arguments, "--flags", *few, *places]) == 0
     signal.signal(signal.SIGTERM, handler)
     (run,) = kept(tmp_path)
-    assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 8
+    assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 10
     trajectories = {s["stage"]: s.get("trajectories") for s in run["stages"]}
     assert trajectories["gold-world"] == trajectories["rag-world"] == 8
-    trained = ("sft", "rag-sft", "half1", "half1-rl", "half2", "half2-rl")
+    trained = ("sft", "rag-sft", "half1", "half1-rl", "half2", "half2-rl", "self", "self-control")
     tokens = {s["stage"]: s.get("tokens") for s in run["stages"]}
     assert all(tokens[label] for label in trained)
     assert "over_sft" in run["scores"][-1] and run["scores"][-1]["model"] == "rl-mean"
