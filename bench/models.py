@@ -44,11 +44,14 @@ layer inputs are kept in host memory. `python -m bench.models` prints this page.
 r3lite uses the chat template in the model folder. If it cannot build the same tokens as the template, it stops and
 shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma
 are tested against transformers. If a template has no system role, the system message is put before the first user
-message. Templates that insert today's date get a fixed date.
+message. Templates that insert today's date get a fixed one, which exports keep. Where transformers 5 does not follow
+`tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file.
 
 **Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
 demonstrations without thoughts teaches them to leave the thought empty. Thoughts count towards `--max-new-tokens` and
-are not part of a step.
+are not part of a step. Where the template removes the thoughts of earlier replies, SFT trains each of these replies in
+a row of its own, and `serve` removes them. The steps of an episode keep theirs, because an episode is one growing
+sequence, in training and in all commands; a program that renders a whole episode with the template removes them.
 
 ## Quantized files
 

@@ -32,6 +32,6 @@ def test_documents_are_short():
     def words(path: Path) -> int:
         return len(path.read_text(encoding="utf-8").split())
 
-    assert words(ROOT / "README.md") <= 1_200
-    assert sum(words(path) for path in (ROOT / "docs").glob("*.md")) <= 20_000
+    assert words(ROOT / "README.md") <= 1_300
+    assert sum(words(path) for path in (ROOT / "docs").glob("*.md")) <= 22_000
     assert len((ROOT / "SKILL.md").read_text(encoding="utf-8").splitlines()) <= 80

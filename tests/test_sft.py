@@ -35,7 +35,8 @@ NAMES = ("Abo", "Bela", "Cato", "Dana", "Edo", "Fila", "Gora", "Hino", "Ilo", "J
 
 def trajectory(i: int) -> dict:
     """A question of one hop, with a document that has the answer and one that has not."""
-    name, town = NAMES[i % len(NAMES)], NAMES[(3 * i + 1) % len(NAMES)] + "town"
+    name = NAMES[i % len(NAMES)] + "o" * (i // len(NAMES))  # no two rows ask the same
+    town = NAMES[(3 * i + 1) % len(NAMES)] + "town"
     query = f"Where was {name} born?"
     documents = [
         {"id": "1", "title": name, "text": f"{name} was born in {town}."},

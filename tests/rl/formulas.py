@@ -101,7 +101,7 @@ def grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
 
 
 AT = [[t for t, c in enumerate(pattern) if c == "a"] for pattern in ACTIONS]
-LENGTHS = LengthSettings(max_hops=1, max_new_tokens=4)  # an episode samples at most 8 tokens
+LENGTHS = LengthSettings(max_hops=1, max_new_tokens=4)  # an episode samples at most 12 tokens: three turns
 
 
 def off_reference(plain: Plain, batch, row: int) -> Tensor:
@@ -123,14 +123,14 @@ def others(row: int) -> int:
 
 
 def dr_grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
-    """arXiv 2503.20783: no std, and a constant, 8 tokens, in place of each length. The KL is k2."""
+    """arXiv 2503.20783: no std, and a constant, 12 tokens, in place of each length. The KL is k2."""
     paid, found = batch.rewards.double().sum(-1), []
     for rows in steps:
         loss = 0.0
         for row in rows:
             advantage = scaled(s, paid[row] - (paid[row] + paid[others(row)]) / 2)
             gain, kl = terms(s, plain, batch, row, advantage)
-            loss = loss - (gain - s.kl_beta * kl).sum() / 8 / len(rows)
+            loss = loss - (gain - s.kl_beta * kl).sum() / 12 / len(rows)
         found.append(torch.autograd.grad(loss, plain.parameters))
     return found
 
