@@ -118,7 +118,7 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
         link = Link(url.rstrip("/"), REMEDY, config.remote.rollout_timeout, LARGEST, headers)
         version = link.ask("/version", None, "a rollout server", lambda reply: reply)
         if "r3lite" in version:
-            servers.append(Worker(link, facts))
+            servers.append(Worker(link, facts, local.layout_of))
         elif "version" in version:
             servers.append(VllmServer(link, config, local.layout_of, output))
         else:

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
@@ -21,6 +22,10 @@ PATIENCE = 10.0  # seconds for which the end of the server waits for clients tha
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
 
 
+class UnknownPath(Exception):
+    """A request to a path that a service does not have."""
+
+
 class Service(Protocol):
     """What a server answers; its threads ask at the same time."""
 
@@ -30,8 +35,8 @@ class Service(Protocol):
     one_at_a_time: threading.Lock  # held by an answer while it computes
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
-        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, LookupError for an unknown path,
-        R3LiteError if it cannot be answered, and OSError or RuntimeError if the service fails."""
+        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, UnknownPath, R3LiteError if it
+        cannot be answered, and OSError or RuntimeError if the service fails. Others are errors of ours."""
         ...
 
 
@@ -77,19 +82,26 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _answer(self, body: bytes | None) -> None:
+        self._say(*self._reply(body))
+
+    def _reply(self, body: bytes | None) -> tuple[int, dict]:
+        """Status and body of the reply to a request."""
         service = self.server.service
         try:
             is_json = body is not None and not self.path.startswith(service.raw)
             request = Record(parse(body), Source("")) if is_json else body
-            self._say(200, service.answer(self.path, request))
+            return 200, service.answer(self.path, request)
         except InvalidRecord as error:
-            self._say(400, {"error": error.cause})
-        except LookupError:
-            self._say(404, {"error": "not found"})
+            return 400, {"error": error.cause}
+        except UnknownPath:
+            return 404, {"error": "not found"}
         except R3LiteError as error:
-            self._say(422, {"error": " ".join(str(error).split())})
+            return 422, {"error": " ".join(str(error).split())}
         except (OSError, RuntimeError) as error:
-            self._say(503, {"error": str(error)})
+            return 503, {"error": str(error)}
+        except Exception:  # whatever it is, the client shall not take it for something else
+            traceback.print_exc(file=sys.stderr)
+            return 500, {"error": "internal error, see the server's log"}
 
     def _say(self, status: int, body: dict) -> None:
         data = json.dumps(body).encode()

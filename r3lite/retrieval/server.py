@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve
-from r3lite.core.http_server import Server
+from r3lite.core.http_server import Server, UnknownPath
 from r3lite.core.records import WHOLE, InvalidRecord, Record
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -35,7 +35,7 @@ class Service:
             return self._retrieved(request)
         if path == "/rerank" and request and self.rerank:
             return self._ranked(request)
-        raise LookupError(path)
+        raise UnknownPath(path)
 
     def _retrieved(self, request: Record) -> dict:
         queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
