@@ -41,12 +41,15 @@ def retrieve(config: RetrieveConfig) -> None:
 
 
 def answer_queries(config: RetrieveConfig) -> None:
-    """Serves the retriever until it is interrupted."""
+    """Serves the retriever until it is interrupted. What is wrong with the address shows before anything is loaded."""
+    from r3lite.core.listening import listen, token_of
     from r3lite.retrieval.server import serve
 
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
         raise UsageError("--serve does not work with --context question, nor with --retriever golden or none")
-    serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
+    token = token_of(config.retrieve.host)
+    with listen(config.retrieve.host, config.retrieve.port) as listening:
+        serve(read_setup(config, config.retrieval.top_k), listening, token)
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":

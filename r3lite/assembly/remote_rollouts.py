@@ -3,7 +3,6 @@
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """
 
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.listening import TOKEN, bearer
 from r3lite.core.spans import Stopwatch
 from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
@@ -27,7 +27,6 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, Worker
 from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import Adapter
-from r3lite.serving.listening import TOKEN
 from r3lite.settings import PpoConfig
 from r3lite.training.state import TrainState
 
@@ -112,8 +111,7 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
     config, local = sampler.config, sampler.engine
     base = weights.fingerprint(weights.resolve_folder(config.model.model))
     facts = facts_of(config, base, local.grant.memory.nf4, local.layouts, setup)
-    token, servers = os.environ.get(TOKEN, "").strip(), []
-    headers = {"authorization": f"Bearer {token}"} if token else None
+    servers, headers = [], bearer(TOKEN)
     for url in config.remote.rollout_server:
         link = Link(url.rstrip("/"), REMEDY, config.remote.rollout_timeout, LARGEST, headers)
         version = link.ask("/version", None, "a rollout server", lambda reply: reply)

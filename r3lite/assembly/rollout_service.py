@@ -16,6 +16,7 @@ from r3lite.core.config import flag
 from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.http_server import Server, UnknownPath
+from r3lite.core.listening import listen, token_of, url_of
 from r3lite.core.records import Record
 from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
@@ -29,7 +30,6 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.wire import Adapter, Bounds, identity_of, sequence_to_json, tickets_from_json
-from r3lite.serving.listening import token_of
 from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
@@ -140,9 +140,10 @@ def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutServi
 
 def serve(config: RolloutWorkerConfig) -> None:
     """Serves until it is interrupted."""
-    token = token_of(config.listen)
-    server = Server(build(config, token), config.listen.host, config.listen.port)
-    host, port = server.server_address[:2]
-    print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
-    with server:
-        server.serve_forever()
+    host, port = config.listen.host, config.listen.port
+    token = token_of(host)
+    with listen(host, port) as listening:  # before the model is loaded, so that a port in use shows at once
+        server = Server(build(config, token), host, port, listening)
+        print(f"rollout worker: {url_of(listening)}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
+        with server:
+            server.serve_forever()
