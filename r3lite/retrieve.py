@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from r3lite.core import command
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.terminal import printable
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
@@ -76,7 +77,9 @@ def show_query(config: RetrieveConfig) -> None:
     for rank, document in enumerate(outcome, 1):
         text = " ".join(document.text.split())
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        print(f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {document.title}\n     {text}")
+        title = " ".join(document.title.split())
+        found = f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {title}\n     {text}"
+        print(printable(found))
     if not outcome:
         print("nothing found")
 

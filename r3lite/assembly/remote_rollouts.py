@@ -3,7 +3,6 @@
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """
 
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.listening import TOKEN, bearer
 from r3lite.core.spans import Stopwatch
+from r3lite.core.terminal import say
 from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
 from r3lite.models import weights
@@ -121,7 +121,7 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
             servers.append(VllmServer(link, config, local.layout_of, output))
         else:
             raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
-    print(f"episodes are sampled by {', '.join(server.check() for server in servers)}", file=sys.stderr)
+    say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
     engine = RemoteEngine(servers)
     if config.remote.max_staleness:
         state.parts["rollouts"] = engine

@@ -17,6 +17,7 @@ from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record
+from r3lite.core.terminal import printable
 from r3lite.llm.http_client import Link, Unanswered, WrongReply
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
@@ -172,5 +173,5 @@ class RemoteEngine:
                     reason, free = error.cause, [other for other in free if other is not server]
                     todo.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])
-                    tqdm.write(f"warning: {reason}; another server samples its episodes", file=sys.stderr)
+                    tqdm.write(printable(f"warning: {reason}; another server samples its episodes"), file=sys.stderr)
         return [sequence for start in sorted(found) for sequence in found[start]]
