@@ -41,7 +41,7 @@ def ask(config: AskConfig) -> None:
 
 def lines(as_json: bool) -> Iterator[str]:
     """Questions that are typed, or piped, up to an empty line or the end of the input."""
-    from r3lite.assembly.asking import printable
+    from r3lite.core.terminal import printable
 
     with contextlib.suppress(ImportError):  # Windows has none, but a history of its own
         import readline  # noqa: F401  (input() has its history then)

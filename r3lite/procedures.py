@@ -5,6 +5,7 @@ from pathlib import Path
 from r3lite.core import command
 from r3lite.core.episode import folded
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.terminal import printable
 from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "no procedure matches: nothing would be inserted before the question"
@@ -44,8 +45,8 @@ def procedures(config: ProceduresConfig) -> None:
         return
     for procedure in found:
         kind = f"{procedure.category}, " if procedure.category else ""
-        print(f"{procedure.name} ({kind}priority {procedure.priority:g}, steps: {len(procedure.steps)})")
-        print(f"  {procedure.description}\n  triggers: {', '.join(procedure.triggers) or 'none'}")
+        print(printable(f"{procedure.name} ({kind}priority {procedure.priority:g}, steps: {len(procedure.steps)})"))
+        print(printable(f"  {procedure.description}\n  triggers: {', '.join(procedure.triggers) or 'none'}"))
     print(f"procedures in {path}: {len(found)}, all valid")
 
 
@@ -61,9 +62,9 @@ def show_match(config: ProceduresConfig) -> None:
     cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]
     print(f"{'triggers':>8}  {'cosine':>6}  procedure")
     for procedure, score, cosine in zip(finder.procedures, scores, cosines, strict=True):
-        print(f"{score:>8.1f}  {cosine:>6}  {procedure.name}")
+        print(printable(f"{score:>8.1f}  {cosine:>6}  {procedure.name}"))
     found = finder.find(given.match)
-    print(f"\n{found.text() if found else NONE}")
+    print(printable(f"\n{found.text() if found else NONE}"))
 
 
 main = command.Command("procedures", ProceduresConfig(), procedures).entry(__name__)

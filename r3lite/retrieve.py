@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from r3lite.core import command
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.terminal import printable
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
@@ -41,12 +42,15 @@ def retrieve(config: RetrieveConfig) -> None:
 
 
 def answer_queries(config: RetrieveConfig) -> None:
-    """Serves the retriever until it is interrupted."""
+    """Serves the retriever until it is interrupted. What is wrong with the address shows before anything is loaded."""
+    from r3lite.core.listening import listen, token_of
     from r3lite.retrieval.server import serve
 
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
         raise UsageError("--serve does not work with --context question, nor with --retriever golden or none")
-    serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
+    token = token_of(config.retrieve.host)
+    with listen(config.retrieve.host, config.retrieve.port) as listening:
+        serve(read_setup(config, config.retrieval.top_k), listening, token)
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
@@ -73,7 +77,9 @@ def show_query(config: RetrieveConfig) -> None:
     for rank, document in enumerate(outcome, 1):
         text = " ".join(document.text.split())
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        print(f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {document.title}\n     {text}")
+        title = " ".join(document.title.split())
+        found = f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {title}\n     {text}"
+        print(printable(found))
     if not outcome:
         print("nothing found")
 

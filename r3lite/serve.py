@@ -3,14 +3,24 @@
 import time
 
 from r3lite.core import command
-from r3lite.serving.listening import check_extra, listen, token_of
+from r3lite.core.errors import extra
+from r3lite.core.listening import listen, token_of, url_of
 from r3lite.settings import ServeConfig
+
+
+def check_extra() -> None:
+    """Raises R3LiteError if the packages of the extra are not installed."""
+    with extra("serve", "serving"):
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
 
 
 def serve(config: ServeConfig) -> None:
     check_extra()
-    token = token_of(config.server)
-    with listen(config.server) as listening:  # before the model is loaded, so that a port in use shows at once
+    token = token_of(config.server.host)
+    with listen(
+        config.server.host, config.server.port
+    ) as listening:  # before the model is loaded, so that a port in use shows at once
         import uvicorn
 
         from r3lite.assembly.answering import open_retriever
@@ -21,10 +31,8 @@ def serve(config: ServeConfig) -> None:
 
         answering = LiveAnswers(config, *open_retriever(config, gives_up=False))
         answering.warm_up()
-        host, port = listening.getsockname()[:2]
-        place = f"[{host}]" if ":" in host else host
         message = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
-        print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C stops)", flush=True)
+        print(f"serving {message}\n{url_of(listening)}  (Ctrl-C stops)", flush=True)
         for note in answering.notes.values():
             print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
         desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)

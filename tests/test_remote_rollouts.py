@@ -4,6 +4,7 @@ imitation of vLLM; and everything that is refused."""
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from r3lite.core.spans import Stopwatch
 from r3lite.llm.http_client import Link
 from r3lite.models import lora
 from r3lite.rollout import wire
+from r3lite.rollout.sequence import Sequence
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.sampled_elsewhere import (
     SHORT,
@@ -261,21 +263,74 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tokens": [1, 2]}, "are inconsistent"),
-        ({"tokens": ["1", 2, 3]}, "tokens is .* not a list of whole numbers"),
+        ({"tokens": [1, 2]}, "step_ends is .* not a list of whole numbers from 0 to 1"),
+        ({"tokens": ["1", 2, 3]}, "tokens is .* not a list of whole numbers from 0 to 8"),
+        ({"tokens": [5, 6, 9]}, r"tokens is \[5, 6, 9\], not a list of whole numbers from 0 to 8"),
+        ({"tokens": [5, 6, -1]}, "not a list of whole numbers"),
+        ({"tokens": [5] * 101, "actions": "1" * 101}, "tokens are 101, more than --max-length 100"),
+        ({"tokens": [], "actions": "0", "logprobs": [], "step_ends": [], "steps": []}, "are inconsistent"),
+        ({"actions": "000", "logprobs": []}, "step_ends are not the ends of turns that were sampled"),
+        ({"actions": "01x"}, "actions is '01x', not a text of 0 and 1"),
         ({"logprobs": [0.5, -1.0]}, "not a list of log-probabilities"),
-        ({"step_ends": [3]}, "are inconsistent"),
+        ({"logprobs": [-(10**400), -1.0]}, "not a list of log-probabilities"),
+        ({"logprobs": [10**400, -1.0]}, "not a list of log-probabilities"),
+        ({"step_ends": [3]}, "not a list of whole numbers from 0 to 2"),
+        ({"step_ends": [1]}, "step_ends are not the ends of turns that were sampled"),
+        ({"step_ends": [2, 1], "steps": [{"answer": "x"}] * 2}, "not the ends of turns"),
+        ({"step_ends": [2, 2], "steps": [{"answer": "x"}] * 2}, "not the ends of turns"),
+        ({"steps": [], "step_ends": []}, "not the ends of turns"),
         ({"finish": "done"}, "finish is 'done', not one of answered"),
+        ({"finish": "searching"}, "finish is 'searching', not one of answered"),
     ],
 )
 def test_an_episode_from_the_network_is_read_with_distrust(change, told):
     sent = {"tokens": [5, 6, 7], "actions": "011", "logprobs": [-0.5, -1.0], "steps": [{"answer": "x"}]}
     sent |= {"step_ends": [2], "finish": "answered"}
-    question = Question("q", "Who?", ())
-    made = wire.sequence_from_json(Record(sent, Source("")), question)
+    question, bounds = Question("q", "Who?", ()), wire.Bounds(vocabulary=9, max_length=100)
+    made = wire.sequence_from_json(Record(sent, Source("")), question, bounds)
     assert wire.sequence_to_json(made).items() >= (sent | {"steps": [{"analysis": "", "answer": "x"}]}).items()
     with pytest.raises(InvalidRecord, match=told):
-        wire.sequence_from_json(Record(sent | change, Source("")), question)
+        wire.sequence_from_json(Record(sent | change, Source("")), question, bounds)
+
+
+def test_an_episode_goes_on_from_the_beginning_that_was_sent():
+    """The prompt of its question, or the first steps of another episode with their log-probabilities."""
+
+    def sequence(tokens, actions, logprobs):
+        return Sequence(Question("q", "Who?", ()), tokens, actions, logprobs=logprobs, stream=random.Random(0))
+
+    begun = sequence([5, 6, 7], [False, True, False], [-0.5])
+    wire.check_beginning(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), begun)
+    for tokens, actions, logprobs in (
+        ([5, 6, 8, 8], [False, True, False, True], [-0.5, -1.0]),
+        ([5, 6, 7, 8], [False, True, True, True], [-0.5, -1.0, -1.0]),
+        ([5, 6, 7, 8], [False, True, False, True], [-0.4, -1.0]),
+        ([5, 6], [False, True], [-0.5]),
+    ):
+        with pytest.raises(InvalidRecord, match="an episode does not begin as question q does"):
+            wire.check_beginning(sequence(tokens, actions, logprobs), begun)
+
+
+def test_a_ticket_goes_on_after_a_step_that_is_not_the_last():
+    sent = {"tokens": [5, 6, 7, 8], "actions": "0101", "logprobs": [-0.5, -1.0], "step_ends": [1, 3]}
+    sent |= {"finish": "answered", "steps": [{"query": "x"}, {"answer": "y"}]}
+    question = wire.tickets_to_json([wire.Ticket(Question("q", "Who?", ()), "0", 0)])["questions"][0]
+    bounds = wire.Bounds(vocabulary=9, max_length=100)
+
+    def read(steps):
+        episode = {"question": 0, "seed": "0", "begun": sent, "steps": steps}
+        return wire.tickets_from_json(Record({"questions": [question], "episodes": [episode]}, Source("")), bounds)
+
+    assert read(1)[0].sequence().tokens == [5, 6, 7]
+    with pytest.raises(InvalidRecord, match=r"steps is 2, not a whole number from 1 to 1"):
+        read(2)  # it ended in a ValueError, when the next turn was looked for
+
+
+def test_an_adapter_without_its_two_files_is_refused(tmp_path):
+    """It was a ValueError: the worker closed the connection without a word."""
+    with pytest.raises(InvalidRecord, match="the adapter is not two files"):
+        wire.Adapter(b'{"r": 8}').write(tmp_path / "adapter")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_worker_is_sent_a_question_without_its_answers():
@@ -284,6 +339,7 @@ def test_the_worker_is_sent_a_question_without_its_answers():
     asked = Question("q", "Where?", ("secret",), (document,), (document,), "title", (), "", earlier, "source", "Look.")
     sent = wire.tickets_to_json([wire.Ticket(asked, "0/1", 0), wire.Ticket(asked, "0/2", 1)])
     assert len(sent["questions"]) == 1 and "secret" not in str(sent)
-    read = wire.tickets_from_json(Record(json.loads(json.dumps(sent)), Source("")))
+    bounds = wire.Bounds(vocabulary=9, max_length=100)
+    read = wire.tickets_from_json(Record(json.loads(json.dumps(sent)), Source("")), bounds)
     assert [t.seed for t in read] == ["0/1", "0/2"] and read[0].question is read[1].question
     assert read[0].question == dataclasses.replace(asked, answers=())

@@ -20,7 +20,7 @@ from r3lite.retrieval import web
 
 NAMES = (
     "GOOGLE_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "EXA_API_KEY", "QDRANT_API_KEY", "R3LITE_TOKEN",
-    "AWS_SECRET_ACCESS_KEY",
+    "R3LITE_RETRIEVER_TOKEN", "AWS_SECRET_ACCESS_KEY",
 )  # fmt: skip
 SECRETS = {name: f"planted-{number}-{name.lower().replace('_', '-')}-0123456789" for number, name in enumerate(NAMES)}
 WORLD = shipped("data", "world")

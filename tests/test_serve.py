@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from r3lite import serve
+from r3lite.core import listening
 from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.files import read_jsonl, shipped
 from r3lite.core.invocation import resolve
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
-from r3lite.serving import listening
-from r3lite.settings import ServerSettings
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -257,13 +256,13 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch, host, capsys)
     assert serve.main(["--preset", "tiny", "--retriever", "none", "--host", host]) == 1
     assert "too short" in (told := capsys.readouterr().err) and "short\n" not in told.replace("too short\n", "")
     monkeypatch.setenv(listening.TOKEN, "k" * 16)
-    assert listening.token_of(ServerSettings(host=host)) == "k" * 16
+    assert listening.token_of(host) == "k" * 16
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_on_a_loopback_address_it_needs_none(monkeypatch, host):
     monkeypatch.delenv(listening.TOKEN, raising=False)
-    assert listening.token_of(ServerSettings(host=host)) is None
+    assert listening.token_of(host) is None
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
@@ -288,7 +287,7 @@ def test_bad_input_is_refused(argv, status, cause, capsys):
 
 
 def test_a_port_in_use_is_named(capsys):
-    with listening.listen(ServerSettings(port=0)) as taken:
+    with listening.listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         assert serve.main(["--preset", "tiny", "--retriever", "none", "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err

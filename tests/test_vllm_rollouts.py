@@ -3,7 +3,9 @@
 import pytest
 
 from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.core.spans import Stopwatch
+from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import Adapter
 from tests.fake_vllm import FakeVllm
 from tests.sampled_elsewhere import config_of, equal, perturb, sampler_of, trainers_difference
@@ -58,6 +60,33 @@ def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold,
         sampler_of(config_of(cold, *flags, vllm(raw=True)[1]), tmp_path)
     sampler, learner, _ = sampler_of(config_of(cold, *flags, vllm()[1]), tmp_path)
     assert trainers_difference(learner, sampler.sample(1, Stopwatch()).sequences) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"choices": []}, r"choices is \[\], not a list of at least 1 objects"),
+        ({"token_ids": [-1, 31]}, "token_ids is .* not a list of whole numbers"),
+        ({"token_ids": [10**400, 31]}, "not a list of whole numbers"),
+        ({"token_ids": [30]}, "one number for each token"),
+        ({"logprobs": {"token_logprobs": [3.0, -1.0]}}, "not a list of log-probabilities"),
+        ({"logprobs": {"token_logprobs": [10**400, -1.0]}}, "not a list of log-probabilities"),
+        ({"logprobs": {"token_logprobs": [-(10**400), -1.0]}}, "not a list of log-probabilities"),
+        ({"model": "other"}, "the model is 'other', not m"),
+    ],
+)
+def test_a_completion_is_read_with_distrust(tmp_path, change, told):
+    server = VllmServer(None, None, None, tmp_path)
+    server.name = "m"
+    choice = {"token_ids": [30, 31], "logprobs": {"token_logprobs": [-1, -1.5]}}
+
+    def read(change):
+        reply = {"model": "m", "choices": [choice | change]} | change
+        return server._tokens(Record(reply, Source("")))
+
+    assert read({}) == [(30, -1.0), (31, -1.5)]
+    with pytest.raises(InvalidRecord, match=told):
+        read(change)
 
 
 @pytest.mark.parametrize(

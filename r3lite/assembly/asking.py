@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from r3lite.assembly.answering import why_no_answer
 from r3lite.core.episode import Document, Episode, Question, Retrieve
+from r3lite.core.terminal import printable
 from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Listener, Sequence
@@ -73,7 +74,7 @@ def evidence(sequence: Sequence) -> str:
         if not search.documents and not sequence.failure:
             lines.append("  (nothing was found)")
     if step.searches and sequence.failure:
-        lines.append(f"  no documents: the retriever failed: {sequence.failure}")
+        lines.append(printable(f"  no documents: the retriever failed: {sequence.failure}"))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -87,9 +88,4 @@ def outcome(episode: Episode, faults) -> str:
     """The answer, or why there is none, set apart from what stands before it."""
     if episode.prediction:
         return f"{'-' * WIDE}\nanswer: {printable(episode.prediction)}\n"
-    return textwrap.fill(f"no answer: {why_no_answer(episode, faults)}", WIDE) + "\n"
-
-
-def printable(text: str) -> str:
-    """A text without control characters, which could steer a terminal; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    return textwrap.fill(printable(f"no answer: {why_no_answer(episode, faults)}"), WIDE) + "\n"

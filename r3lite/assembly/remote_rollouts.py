@@ -3,8 +3,6 @@
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """
 
-import os
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +13,9 @@ from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.listening import TOKEN, bearer
 from r3lite.core.spans import Stopwatch
+from r3lite.core.terminal import say
 from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
 from r3lite.models import weights
@@ -27,7 +27,6 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, Worker
 from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import Adapter
-from r3lite.serving.listening import TOKEN
 from r3lite.settings import PpoConfig
 from r3lite.training.state import TrainState
 
@@ -112,18 +111,17 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
     config, local = sampler.config, sampler.engine
     base = weights.fingerprint(weights.resolve_folder(config.model.model))
     facts = facts_of(config, base, local.grant.memory.nf4, local.layouts, setup)
-    token, servers = os.environ.get(TOKEN, "").strip(), []
-    headers = {"authorization": f"Bearer {token}"} if token else None
+    servers, headers = [], bearer(TOKEN)
     for url in config.remote.rollout_server:
         link = Link(url.rstrip("/"), REMEDY, config.remote.rollout_timeout, LARGEST, headers)
         version = link.ask("/version", None, "a rollout server", lambda reply: reply)
         if "r3lite" in version:
-            servers.append(Worker(link, facts))
+            servers.append(Worker(link, facts, local.layout_of))
         elif "version" in version:
             servers.append(VllmServer(link, config, local.layout_of, output))
         else:
             raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
-    print(f"episodes are sampled by {', '.join(server.check() for server in servers)}", file=sys.stderr)
+    say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
     engine = RemoteEngine(servers)
     if config.remote.max_staleness:
         state.parts["rollouts"] = engine

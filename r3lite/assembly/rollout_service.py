@@ -15,7 +15,8 @@ from r3lite.assembly.policy import load_policy
 from r3lite.core.config import flag
 from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError
-from r3lite.core.http_server import Server
+from r3lite.core.http_server import Server, UnknownPath
+from r3lite.core.listening import listen, token_of, url_of
 from r3lite.core.records import Record
 from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
@@ -28,8 +29,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.wire import Adapter, identity_of, sequence_to_json, tickets_from_json
-from r3lite.serving.listening import token_of
+from r3lite.rollout.wire import Adapter, Bounds, identity_of, sequence_to_json, tickets_from_json
 from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
@@ -82,7 +82,7 @@ class RolloutService:
                 return self._take(Adapter(request), path.removeprefix("/adapter/"))
             if path == "/sample" and request:
                 return self._sampled(request)
-        raise LookupError(path)
+        raise UnknownPath(path)
 
     def _take(self, adapter: Adapter, sent: str) -> dict:
         """Switches an adapter on, unless it is of another base, or is not what was sent."""
@@ -106,7 +106,8 @@ class RolloutService:
     def _sampled(self, request: Record) -> dict:
         if (request.text("identity"), request.text("adapter")) != (identity_of(self.facts), self.version):
             return {"differs": True}
-        engine, sequences = self.engine, [ticket.sequence() for ticket in tickets_from_json(request)]
+        engine = self.engine
+        sequences = [ticket.sequence() for ticket in tickets_from_json(request, Bounds.of(engine.layout))]
         for sequence in sequences:
             if not sequence.tokens:
                 engine.layout_of(sequence).open(sequence)
@@ -139,9 +140,10 @@ def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutServi
 
 def serve(config: RolloutWorkerConfig) -> None:
     """Serves until it is interrupted."""
-    token = token_of(config.listen)
-    server = Server(build(config, token), config.listen.host, config.listen.port)
-    host, port = server.server_address[:2]
-    print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
-    with server:
-        server.serve_forever()
+    host, port = config.listen.host, config.listen.port
+    token = token_of(host)
+    with listen(host, port) as listening:  # before the model is loaded, so that a port in use shows at once
+        server = Server(build(config, token), host, port, listening)
+        print(f"rollout worker: {url_of(listening)}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
+        with server:
+            server.serve_forever()

@@ -18,6 +18,7 @@ from r3lite.core.config import Trait, check_required, flag, flat, sections, sett
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import names_in
 from r3lite.core.invocation import load_toml, resolve, with_values
+from r3lite.core.terminal import printable, say
 from r3lite.settings.uses import USES, Chosen
 
 COMMANDS = (
@@ -71,7 +72,10 @@ def shared_facts(config: Any) -> dict[str, Any]:
 def say_error(message: str) -> None:
     """Prints an error; of several processes, those beside the first say which they are."""
     rank = world().rank
-    print(f"[rank {rank}] {message.lstrip()}" if rank else message, file=sys.__stderr__ if rank else sys.stderr)
+    if rank:
+        print(printable(f"[rank {rank}] {message.lstrip()}"), file=sys.__stderr__)
+    else:
+        say(message)
 
 
 def check_status(status: int, cause: str, remedy: str = "") -> None:

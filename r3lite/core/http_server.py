@@ -6,19 +6,24 @@ questions.
 
 import hmac
 import json
-import re
+import socket
 import sys
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
-from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.errors import R3LiteError
+from r3lite.core.listening import host_of, is_loopback, listen
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
-LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
+
+
+class UnknownPath(Exception):
+    """A request to a path that a service does not have."""
 
 
 class Service(Protocol):
@@ -30,8 +35,8 @@ class Service(Protocol):
     one_at_a_time: threading.Lock  # held by an answer while it computes
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
-        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, LookupError for an unknown path,
-        R3LiteError if it cannot be answered, and OSError or RuntimeError if the service fails."""
+        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, UnknownPath, R3LiteError if it
+        cannot be answered, and OSError or RuntimeError if the service fails. Others are errors of ours."""
         ...
 
 
@@ -45,8 +50,8 @@ class Handler(BaseHTTPRequestHandler):
         """Also refuses what a web page sends, even one elsewhere whose own name resolves to this machine."""
         if not super().parse_request():
             return False
-        host = re.sub(r":\d+$", "", self.headers.get("host") or LOOPBACK[0])
-        is_ours = "origin" not in self.headers and (host in LOOPBACK or not self.server.on_loopback)
+        host = host_of(self.headers.get("host") or "localhost")
+        is_ours = "origin" not in self.headers and (is_loopback(host) or not self.server.on_loopback)
         if not is_ours:
             self._say(403, {"error": "requests from web pages are not allowed"})
         return is_ours
@@ -77,19 +82,26 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _answer(self, body: bytes | None) -> None:
+        self._say(*self._reply(body))
+
+    def _reply(self, body: bytes | None) -> tuple[int, dict]:
+        """Status and body of the reply to a request."""
         service = self.server.service
         try:
             is_json = body is not None and not self.path.startswith(service.raw)
             request = Record(parse(body), Source("")) if is_json else body
-            self._say(200, service.answer(self.path, request))
+            return 200, service.answer(self.path, request)
         except InvalidRecord as error:
-            self._say(400, {"error": error.cause})
-        except LookupError:
-            self._say(404, {"error": "not found"})
+            return 400, {"error": error.cause}
+        except UnknownPath:
+            return 404, {"error": "not found"}
         except R3LiteError as error:
-            self._say(422, {"error": " ".join(str(error).split())})
+            return 422, {"error": " ".join(str(error).split())}
         except (OSError, RuntimeError) as error:
-            self._say(503, {"error": str(error)})
+            return 503, {"error": str(error)}
+        except Exception:  # whatever it is, the client shall not take it for something else
+            traceback.print_exc(file=sys.stderr)
+            return 500, {"error": "internal error, see the server's log"}
 
     def _say(self, status: int, body: dict) -> None:
         data = json.dumps(body).encode()
@@ -107,13 +119,16 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
 
-    request_queue_size = 128  # of connections not yet accepted; of 64 clients, 5 let many wait a second to try again
-
-    def __init__(self, service: Service, host: str, port: int):
+    def __init__(self, service: Service, host: str, port: int, listening: socket.socket | None = None):
+        """`listening`: a socket that listens at the address already, which the server takes over."""
         self.service, self._answering = service, set()  # requests under way, by their sockets
-        with explained(OSError, f"cannot listen on {host}:{port}", "Pass another --port."):
-            super().__init__((host, port), Handler)
-        self.on_loopback = self.server_address[0] in LOOPBACK
+        listening = listening or listen(host, port)
+        self.address_family = listening.family
+        super().__init__(listening.getsockname(), Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_name, self.server_port = listening.getsockname()[:2]
+        self.on_loopback = is_loopback(self.server_name)
 
     def process_request_thread(self, request, client_address) -> None:
         self._answering.add(request)

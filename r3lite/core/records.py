@@ -237,7 +237,9 @@ class Record:
         value = self.values.get(key)
         return Record({} if value is None else value, self.source, f"{self.path}{key}.")
 
-    def records(self, key: str, default: Any = REQUIRED) -> list["Record"]:
-        """A list of objects."""
+    def records(self, key: str, default: Any = REQUIRED, least: int = 0) -> list["Record"]:
+        """A list of objects, `least` of them or more."""
         found = self.items(key, default)
+        if len(found) < least:
+            raise self.wrong(key, f"a list of at least {least} objects")
         return [Record(value, self.source, f"{self.path}{key}[{i}].") for i, value in enumerate(found)]

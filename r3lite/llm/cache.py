@@ -5,7 +5,6 @@ Knows no network and no service. Failures are never kept.
 
 import hashlib
 import json
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import read_record, write_text
 from r3lite.core.records import Record
+from r3lite.core.terminal import say
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class ReplyCache:
         try:
             return read(read_record(path, ""))
         except R3LiteError as error:
-            print(f"warning: ignoring a damaged cached reply: {error.cause}", file=sys.stderr)
+            say(f"warning: ignoring a damaged cached reply: {error.cause}")
             return None
 
     def store(self, key: str, reply: dict) -> None:

@@ -8,7 +8,6 @@ Knows neither judges nor teachers.
 """
 
 import random
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from r3lite.core import bars
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord
+from r3lite.core.terminal import say
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import Budget, RateLimiter, prices_of
 from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint, recalled
@@ -198,7 +198,7 @@ class Client(CachingClient):
             if (change := self.service.gives_way(reason)) is None:
                 return False
             self._ways += 1
-        print(f"{self.settings.judge_model} {change}: {reason}", file=sys.stderr)
+        say(f"{self.settings.judge_model} {change}: {reason}")
         return True
 
     def _try(self, request: Request) -> tuple[Reply, float]:

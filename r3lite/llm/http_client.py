@@ -74,6 +74,10 @@ class Unanswered(R3LiteError):
         self.passes, self.status, self.pause = passes, status, pause
 
 
+class WrongReply(R3LiteError):
+    """A reply that is not what the server should send: the next one of the same server may be."""
+
+
 class Link:
     """Requests to one server, each of at most `seconds` and `most` bytes of reply. `remedy` is what to do if one fails;
     the values of `headers` are keys, which are never shown."""
@@ -100,8 +104,11 @@ class Link:
     def ask(
         self, path: str, content: dict | None, server: str, read: Callable[[Record], T], remedy: str | None = None
     ) -> T:
-        """What `read` makes of the reply, an object. Raises Unanswered, or R3LiteError if that `server` replies
+        """What `read` makes of the reply, an object. Raises Unanswered, or WrongReply if that `server` replies
         otherwise."""
         text = self.text(path, content)
-        with explained(InvalidRecord, f"{self.url}{path} did not reply like {server}", remedy or self.remedy):
+        try:
             return read(Record(parse(text), Source("the reply")))
+        except InvalidRecord as error:
+            cause = f"{self.url}{path} did not reply like {server}: {error.cause}"
+            raise WrongReply(cause, remedy or self.remedy) from error

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import read_record
+from r3lite.core.records import Record, Source
 
 VERSIONS = (2, 3)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")  # llama: also Mistral
@@ -128,8 +129,10 @@ class Header:
             }
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY) from error
-        if empty := next((name for name, tensor in self.tensors.items() if not math.prod(tensor.shape)), None):
-            raise R3LiteError(f"{path} is damaged or truncated ({empty} is empty)", REMEDY)
+        self.fields = Record(self.keys, Source(str(path), REMEDY))  # the keys by their types
+        for name, tensor in self.tensors.items():
+            if not tensor.shape or not math.prod(tensor.shape):
+                raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY)
 
     def tied(self) -> bool:
         """Whether embedding and head are one matrix, of which the file may have two precisions."""

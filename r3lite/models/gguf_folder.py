@@ -15,9 +15,10 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
-from r3lite.core.records import shown
+from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
-from r3lite.models.causal_lm import RopeScaling, divisors, stretch
+from r3lite.models.causal_lm import CausalLM, RopeScaling, divisors, stretch
+from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
 
 CACHE = "~/.cache/r3lite"
@@ -28,6 +29,7 @@ SIZES = {
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length", "head_dim": "attention.key_length",
 }  # fmt: skip
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROOT, EPS, TURNED, VALUES = "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.dimension_count", "value_length"
 READ = {*SIZES.values(), ROOT, EPS, TURNED, f"attention.{VALUES}", "vocab_size"}  # other keys change what is computed
 FOLDER = "Use the model's folder with safetensors files."
@@ -45,13 +47,15 @@ def of(path: Path) -> Path:
         return folder
     header = Header(path)
     files = {"config.json": _config(header), **gguf_tokenizer.files(header)}
-    files[GGUF_POINTER] = {"file": str(path), "tensors": header.published()}
+    tensors = header.published()
+    files[GGUF_POINTER] = {"file": str(path), "tensors": tensors}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         how = {"prefix": f".{folder.name}.", "suffix": PART, "dir": folder.parent}
         with tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True) as made:
             for name, content in files.items():
                 write_json(Path(made, name), content)
+            _check(path, Path(made), {name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
             os.chmod(made, 0o755)
             with contextlib.suppress(OSError if folder.is_dir() else ()):
                 os.rename(made, folder)
@@ -60,15 +64,38 @@ def of(path: Path) -> Path:
     return folder
 
 
+def _check(path: Path, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises R3LiteError, naming the file, unless a folder's model can be made of tensors of these shapes.
+
+    It is checked before the folder is in the cache: later, its errors would name the copy.
+    """
+    try:
+        config = read_config(folder)
+    except R3LiteError as error:
+        raise R3LiteError(f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy) from error
+    last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    if last not in shapes:  # a thousand layers take a while to lay out
+        raise R3LiteError(f"{path}: missing tensor {last}", REMEDY)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(config).state_dict().items()}
+    for what, names in (("missing", expected.keys() - shapes), ("unexpected", shapes.keys() - expected)):
+        if names:
+            raise R3LiteError(f"{path}: {what} tensor {min(names)}", FOLDER)
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise R3LiteError(f"{path}: {name} has shape {list(shapes[name])}, not {list(shape)}", FOLDER)
+
+
 def _config(header: Header) -> dict[str, Any]:
     """What `config.json` says of the model; what it cannot say is refused by the key's name."""
-    keys, path, architecture = header.keys, header.path, header.keys.get("general.architecture")
+    keys, path, fields = header.keys, header.path, header.fields
+    architecture = fields.text("general.architecture", None)
     if architecture not in ARCHITECTURES:
         raise R3LiteError(
             f"{path} has the architecture {shown(architecture)}",
             f"Supported architectures are {', '.join(ARCHITECTURES)} (Mistral is called llama).",
         )
-    if keys.get("split.count", 1) != 1:
+    if fields.whole("split.count", 1) != 1:
         raise R3LiteError(f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.")
     unread = {name.removeprefix(f"{architecture}.") for name in keys if name.startswith(f"{architecture}.")} - READ
     for name in sorted(unread):
@@ -76,15 +103,12 @@ def _config(header: Header) -> dict[str, Any]:
             raise R3LiteError(f"{path}: {architecture}.{name} is {shown(header.size_of(name))}, unsupported", FOLDER)
     if EMBEDDING not in header.tensors:
         raise R3LiteError(f"{path} has no tensor {EMBEDDING}", REMEDY)
-    sizes = {ours: header.size_of(theirs) for ours, theirs in SIZES.items()}
-    if wrong := [SIZES[name] for name, size in sizes.items() if not isinstance(size, int | None)]:
-        raise R3LiteError(f"{path}: {architecture}.{wrong[0]} differs from layer to layer", FOLDER)
-    if not sizes["head_dim"] and sizes["hidden_size"] and sizes["num_attention_heads"]:
-        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes = _sizes(header, architecture)
     for name in (TURNED, f"attention.{VALUES}"):
         if header.size_of(name, sizes["head_dim"]) != sizes["head_dim"]:
             raise R3LiteError(f"{path}: {architecture}.{name} is not the head size, {sizes['head_dim']}", FOLDER)
-    theta, eps = (float(f"{header.size_of(name, default):.7g}") for name, default in ((ROOT, 10_000.0), (EPS, 1e-6)))
+    theta = _rounded(fields.number(f"{architecture}.{ROOT}", 10_000.0, low=0, high=1e12, above=True))
+    eps = _rounded(fields.number(f"{architecture}.{EPS}", 1e-6, low=0, high=1, above=True))
     scaling = {"rope_scaling": _scaling(header, sizes["head_dim"], theta)} if ROPE in header.tensors else {}
     return {
         "architectures": [CLASSES[architecture]],
@@ -98,6 +122,24 @@ def _config(header: Header) -> dict[str, Any]:
         **scaling,
         **gguf_tokenizer.ends(header),
     }
+
+
+def _sizes(header: Header, architecture: str) -> dict[str, int | None]:
+    """The sizes of `config.json`, as far as a file has them."""
+    sizes = {}
+    for ours, theirs in SIZES.items():
+        if isinstance(header.size_of(theirs), list):
+            raise R3LiteError(f"{header.path}: {architecture}.{theirs} differs from layer to layer", FOLDER)
+        default = REQUIRED if ours in NEEDED else None
+        sizes[ours] = header.fields.whole(f"{architecture}.{theirs}", default, low=1)
+    if sizes["head_dim"] is None:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return sizes
+
+
+def _rounded(number: float) -> float:
+    """A number of fp32 as it was written."""
+    return float(f"{number:.7g}")
 
 
 def _scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and llama.cpp's names of how texts are split."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -8,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import Record, shown
+from r3lite.core.records import WHOLE, Record, shown
 from r3lite.models.gguf_files import Header
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
@@ -50,30 +51,43 @@ def _essence(part: dict[str, Any]) -> tuple[str, Any]:
 
 def ends(header: Header) -> dict[str, Any]:
     """The ids that begin and end a text, as `config.json` and `generation_config.json` have them."""
-    ids = {kind: header.keys.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot")}
+    ids = {kind: token_id(header, kind) for kind in ("bos", "eos", "eot")}
     last = [id for id in dict.fromkeys((ids["eos"], ids["eot"])) if id is not None]
     found = {"bos_token_id": ids["bos"], "eos_token_id": last[0] if len(last) == 1 else last or None}
     return {name: id for name, id in found.items() if id is not None}
 
 
+def token_id(header: Header, kind: str) -> int | None:
+    """The id of a special token; None if the file has none, or one that no token has, which llama.cpp ignores, too."""
+    name = f"tokenizer.ggml.{kind}_token_id"
+    if name not in header.fields:
+        return None
+    id = header.fields.whole(name, low=-WHOLE)
+    count = len(header.fields.items("tokenizer.ggml.tokens", []))
+    return id if 0 <= id < count else None
+
+
 def files(header: Header) -> dict[str, dict[str, Any]]:
     """The files of the tokenizer, by name; R3LiteError names one that is not byte-level BPE of SPLITS."""
-    keys = {name.removeprefix("tokenizer.ggml."): value for name, value in header.keys.items()}
-    split = ALIASES.get(keys.get("pre"), keys.get("pre"))
-    if keys.get("model") != "gpt2" or split not in SPLITS:
-        what = f"{shown(keys.get('model'))} (tokenizer.ggml.model)"
-        what = f"split as {shown(keys.get('pre'))} (tokenizer.ggml.pre)" if keys.get("model") == "gpt2" else what
+    fields = header.fields
+    model, pre = fields.text("tokenizer.ggml.model", None), fields.text("tokenizer.ggml.pre", None)
+    split = ALIASES.get(pre, pre)
+    if model != "gpt2" or split not in SPLITS:
+        what = f"{shown(model)} (tokenizer.ggml.model)"
+        if model == "gpt2":
+            what = f"split as {shown(pre)} (tokenizer.ggml.pre)"
         known = ", ".join([*SPLITS, *ALIASES])
         raise R3LiteError(f"{header.path}: the tokenizer is {what}; supported is byte-level BPE of {known}", FOLDER)
-    tokens, kinds, merges = (keys.get(name) for name in ("tokens", "token_type", "merges"))
-    if not (tokens and merges and isinstance(kinds, list) and len(kinds) == len(tokens)):
+    tokens, merges = (fields.texts(f"tokenizer.ggml.{name}", ()) for name in ("tokens", "merges"))
+    kinds = fields.items("tokenizer.ggml.token_type", [])
+    if not (tokens and merges and len(kinds) == len(tokens)):
         raise R3LiteError(f"{header.path} lacks its tokens, their types or their merges", FOLDER)
 
     def token(kind: str) -> str | None:
-        id = keys.get(f"{kind}_token_id")
-        return tokens[id] if isinstance(id, int) and id < len(tokens) else None
+        id = token_id(header, kind)
+        return None if id is None else tokens[id]
 
-    bos = keys.get("add_bos_token", split == "llama-bpe") and token("bos")
+    bos = token("bos") if fields.flag("tokenizer.ggml.add_bos_token", split == "llama-bpe") else None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": header.size_of("context_length"),
@@ -83,21 +97,22 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
         "pad_token": token("padding"),
         "add_bos_token": bool(bos),
         "clean_up_tokenization_spaces": False,
-        "chat_template": header.keys.get("tokenizer.chat_template"),
+        "chat_template": fields.text("tokenizer.chat_template", None, blank=True),
     }
     try:
         backend = _backend(tokens, kinds, merges, split)
+        if pre == "qwen2":
+            backend.normalizer = normalizers.NFC()
+        if bos:
+            numbers = [(bos, tokens.index(bos))]
+            backend.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos}:1 $B:1", numbers)
     except Exception as error:  # the Rust library raises bare Exception for every kind of fault
         raise R3LiteError(f"{header.path}: its tokenizer cannot be used: {error}", FOLDER) from error
-    if keys["pre"] == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    if bos:
-        backend.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos}:1 $B:1", [(bos, tokens.index(bos))])
     definition = json.loads(backend.to_str())
     return {"tokenizer.json": definition, "tokenizer_config.json": settings, "generation_config.json": ends(header)}
 
 
-def _backend(tokens: list[str], kinds: list[int], merges: list[str], split: str) -> Backend:
+def _backend(tokens: Sequence[str], kinds: list[int], merges: Sequence[str], split: str) -> Backend:
     """The tokenizer. Tokens that text is not merged to are added ones; those of no use are left out."""
     used = {id: token for id, token in enumerate(tokens) if kinds[id] != UNUSED and token != f"[PAD{id}]"}
     added = [id for id in used if kinds[id] in (CONTROL, USER_DEFINED)]

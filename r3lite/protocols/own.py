@@ -56,7 +56,7 @@ def load_own(settings: ProtocolSettings) -> Protocol:
 
 def _problems(own: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a file's keys and values; those that follow a problem are not looked at."""
-    if own.get("kind") not in KEYS:
+    if own.get("kind") not in tuple(KEYS):  # compared, not looked up: a list has no hash
         yield f"has kind = {own.get('kind')!r}; it must be {' or '.join(KEYS)}"
     needed, optional = KEYS[own["kind"]]
     known, prompts = (*needed, *optional), own.keys() & {"prompt", "documents_prompt"}

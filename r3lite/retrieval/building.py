@@ -220,7 +220,8 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
     index.tidy(output, index.Folder(output).digests)
     sweep(output)
     if settings.delete:
-        print(f"deleted     {index.delete(output, ids_of(settings.delete))} passages")
+        deleted, before = index.delete(output, ids_of(settings.delete))
+        print(f"deleted     {deleted} passages" + (f"; {before} were deleted before" if before else ""))
     if settings.add:
         named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
         documents = list(passages_of(replace(settings, **named), chunking)[0])

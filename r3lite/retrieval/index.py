@@ -295,21 +295,26 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     return len(fresh), given - len(fresh)
 
 
-def delete(path: Path, ids: Iterable[str]) -> int:
-    """Deletes the passages of these ids; returns how many. R3LiteError if one is not there, or none would stay."""
+def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
+    """Deletes the passages of these ids; returns how many, and how many had been deleted before, as by a command that
+    was killed after that. R3LiteError if one was never there, or none would stay."""
     folder, wanted = Folder(path), set(ids)
     passages, deleted = folder.passages(), folder.deleted()
     numbers = [i for i, document in enumerate(passages) if document.id in wanted]
-    if len(numbers) < len(wanted):
-        lacking = min(wanted - {passages[i].id for i in numbers})
-        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "See the ids in its passages.jsonl.")
+    absent = wanted - {passages[i].id for i in numbers}
+    if absent:
+        never = absent - {passages.at(place).id for place in deleted}
+        if never:
+            raise R3LiteError(f"{path} has no passage with the id {min(never)!r}", "See the ids in its passages.jsonl.")
+    if not numbers:
+        return 0, len(absent)
     if len(numbers) == len(passages):
         raise R3LiteError(f"no passage of {path} would be left", "Delete the folder instead.")
     after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
     (path / name).write_bytes(after.tobytes())
     _publish(folder, "deleted", name, Passages(path, len(passages) + len(deleted), after, folder.remedy))
-    return len(numbers)
+    return len(numbers), len(absent)
 
 
 def _next(folder: Folder) -> int:

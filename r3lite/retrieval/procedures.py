@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ class Procedure:
     priority: float
     steps: tuple[dict[str, str], ...]  # each an `action`, and the `condition` of it if it is not always done
 
-    @property
+    @cached_property
     def triggers(self) -> list[str]:
         return [phrase for part in self.trigger.split(",") if (phrase := folded(part))]
 
@@ -42,7 +43,7 @@ class Procedure:
         """TRIGGER for each of its triggers that stands in a text as whole words, plus PRIORITY for each unit of
         priority; 0 if there is none, however high its priority."""
         words = folded(text)
-        there = sum(bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words)) for phrase in self.triggers)
+        there = sum(_stands_in(phrase, words) for phrase in self.triggers)
         return TRIGGER * there + PRIORITY * self.priority if there else 0.0
 
     def text(self) -> str:
@@ -69,11 +70,20 @@ class Procedure:
         return Procedure(name, description, trigger, category, priority, actions)
 
 
+def _stands_in(phrase: str, words: str) -> bool:
+    """Whether a phrase stands in a text as whole words. Most do not stand in it at all, and need no pattern."""
+    return phrase in words and bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words))
+
+
 def read_procedures(path: str | Path) -> list[Procedure]:
     """The procedures of a file, which holds a list or a single one, or of all such *.json files of a folder.
 
-    Raises R3LiteError if one is not valid."""
-    files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [path]
+    Hidden files are left out: macOS writes one, such as ._a.json, beside each on some disks. Raises R3LiteError if a
+    procedure is not valid.
+    """
+    files = [path]
+    if Path(path).is_dir():
+        files = [file for file in sorted(Path(path).glob("*.json")) if not file.name.startswith(".")]
     if not files:
         raise R3LiteError(f"the folder {path} has no *.json file", REMEDY)
     found: dict[str, Procedure] = {}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError, explained, extra
+from r3lite.core.listening import is_loopback
 from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
@@ -46,7 +47,7 @@ class Collection:
         if not host or not self.name or "/" in self.name:
             raise R3LiteError(f"{address} is not the address of a collection", "Pass qdrant://host:6333/collection.")
         key, encrypted = os.environ.get(KEY), parts.scheme == "qdrant+https"
-        if key and not encrypted and host not in ("localhost", "127.0.0.1", "::1"):
+        if key and not encrypted and not is_loopback(host):
             raise R3LiteError(f"{KEY} would be sent to {host} unencrypted", f"Use qdrant+https://..., or unset {KEY}.")
         # A check of the server's version warns on stderr, and refuses nothing.
         given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}

@@ -10,6 +10,7 @@ from time import sleep
 from typing import Any
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
+from r3lite.core.listening import RETRIEVER_TOKEN, bearer
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.llm.http_client import Link, Unanswered
 from r3lite.retrieval.search import Search
@@ -53,8 +54,9 @@ class Remote:
     """A server's ranking of passages."""
 
     def __init__(self, address: str):
-        remedy = "Check that the server runs and that --retriever ends in /retrieve, or use another retriever."
-        self.address, self._poster = address, Poster(address, remedy)
+        ours = f"that --retriever ends in /retrieve, and {RETRIEVER_TOKEN} if it needs a token"
+        remedy = f"Check that the server runs, {ours}."
+        self.address, self._poster = address, Poster(address, remedy, bearer(RETRIEVER_TOKEN))
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -92,8 +94,9 @@ class RemoteReranker:
     """The cross-encoder of a server of ours; it is asked once, so that a wrong address shows at once."""
 
     def __init__(self, address: str):
-        remedy = "Check that the server runs with --rerank and that --rerank here ends in /rerank, or remove it."
-        self._poster = Poster(address, remedy)
+        ours = f"that --rerank here ends in /rerank, and {RETRIEVER_TOKEN} if it needs a token"
+        remedy = f"Check that the server runs with --rerank, {ours}."
+        self._poster = Poster(address, remedy, bearer(RETRIEVER_TOKEN))
         self.scores([("r3lite", "r3lite")])
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:

@@ -3,12 +3,12 @@
 A retriever is a function from pairs (question, query) to the documents of each query, best first.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
+from r3lite.core.terminal import say
 from r3lite.retrieval import golden, hybrid, lexical
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.search import Search
@@ -87,5 +87,5 @@ class Tolerant:
             raise R3LiteError(f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy)
         if reason not in self.reasons:
             self.reasons.add(reason)
-            print(f"warning: the retriever failed: {reason}", file=sys.stderr)
+            say(f"warning: the retriever failed: {reason}")
         return Failure(reason)

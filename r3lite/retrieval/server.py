@@ -6,12 +6,13 @@ POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gi
 {"result": [{"index": i, "score": s}, ...]}, best first. The rest is in core/http_server.py.
 """
 
-import sys
+import socket
 import threading
 from collections.abc import Callable
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve
-from r3lite.core.http_server import Server
+from r3lite.core.http_server import Server, UnknownPath
+from r3lite.core.listening import url_of
 from r3lite.core.records import WHOLE, InvalidRecord, Record
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -22,11 +23,17 @@ MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
 class Service:
     """What the server answers. One request at a time, as each computes on all cores."""
 
-    largest, token, raw = 4 << 20, None, ()
+    largest, raw = 4 << 20, ()
 
-    def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
+    def __init__(
+        self,
+        retrieve: Retrieve,
+        rerank: Callable[[list[tuple[str, str]]], list[float]] | None,
+        most: int,
+        token: str | None = None,
+    ):
         """`retrieve` gives `most` documents a query; `rerank` scores pairs of a query and a passage."""
-        self.retrieve, self.rerank, self.most = retrieve, rerank, most
+        self.retrieve, self.rerank, self.most, self.token = retrieve, rerank, most, token
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | None) -> dict:
@@ -35,7 +42,7 @@ class Service:
             return self._retrieved(request)
         if path == "/rerank" and request and self.rerank:
             return self._ranked(request)
-        raise LookupError(path)
+        raise UnknownPath(path)
 
     def _retrieved(self, request: Record) -> dict:
         queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
@@ -57,15 +64,13 @@ class Service:
         return {"result": sorted(({"index": i, "score": s} for i, s in enumerate(scores)), key=lambda r: -r["score"])}
 
 
-def serve(setup: Setup, host: str, port: int) -> None:
+def serve(setup: Setup, listening: socket.socket, token: str | None) -> None:
     """Serves the retriever of a setup, and its reranker, until it is interrupted."""
     settings = setup.settings
     rerank = setup.reranker.scores if settings.rerank else None
-    server = Server(Service(build_retriever(setup), rerank, settings.top_k), host, port)
-    host, port = server.server_address[:2]
-    print(f"serving     http://{host}:{port}/retrieve, {settings.top_k} documents per query (--top-k)", flush=True)
-    if not server.on_loopback:
-        print("warning: anyone who can reach this address can send queries", file=sys.stderr)
+    service = Service(build_retriever(setup), rerank, settings.top_k, token)
+    server = Server(service, *listening.getsockname()[:2], listening)
+    print(f"serving     {url_of(listening)}/retrieve, {settings.top_k} documents per query (--top-k)", flush=True)
     with server:
         server.serve_forever()
 

@@ -18,6 +18,7 @@ import numpy as np
 from r3lite.core.episode import Document, Retrieve
 from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.records import Record, Source
+from r3lite.core.terminal import printable
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import RateLimiter
 from r3lite.retrieval.documents import html
@@ -167,7 +168,7 @@ def best(texts: list[str], scores: np.ndarray) -> str:
 
 def plain(text: str) -> str:
     """A text without markup and without characters that are not printed."""
-    text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    text = printable(text)
     if not {"<", "&"} & set(text):
         return text
     try:

@@ -1,11 +1,12 @@
 """Samples on other machines: rollout workers (`python -m r3lite.rollout_worker`), or vLLM (`vllm.py`).
 
-Episodes go to the servers in requests. A server that gives no answer is passed over until the next call, and what it
-was to sample is sampled by another one. Knows no rounds.
+Episodes go to the servers in requests. A server that gives no answer, or a wrong one, is passed over until the next
+call, and what it was to sample is sampled by another one. Knows no rounds.
 """
 
 import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,9 +17,19 @@ from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record
-from r3lite.llm.http_client import Link, Unanswered
+from r3lite.core.terminal import printable
+from r3lite.llm.http_client import Link, Unanswered, WrongReply
+from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
-from r3lite.rollout.wire import Adapter, Ticket, identity_of, sequence_from_json, tickets_to_json
+from r3lite.rollout.wire import (
+    Adapter,
+    Bounds,
+    Ticket,
+    check_beginning,
+    identity_of,
+    sequence_from_json,
+    tickets_to_json,
+)
 
 LARGEST = 512 << 20  # bytes of a reply
 REMEDY = "Check that it runs, its address in --rollout-server and R3LITE_TOKEN; then continue with --resume auto."
@@ -29,8 +40,9 @@ class Worker:
 
     slots = 1  # requests at a time: it computes on all cores
 
-    def __init__(self, link: Link, facts: dict[str, str]):
-        self.link, self.facts, self.has = link, facts, ""
+    def __init__(self, link: Link, facts: dict[str, str], layout_of: Callable[[Sequence], Layout]):
+        self.link, self.facts, self.layout_of = link, facts, layout_of
+        self.has = ""  # the version of its adapter
 
     def check(self) -> str:
         """Returns the server's address and dtype; raises R3LiteError if it would not sample as the trainer does."""
@@ -47,7 +59,7 @@ class Worker:
         return f"{self.link.url} (r3lite, {dtype})"
 
     def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
-        """The episodes of tickets, sampled with an adapter; raises Unanswered if another server has to."""
+        """The episodes of tickets, sampled with an adapter; Unanswered or WrongReply if another server has to do it."""
 
         def read(reply: Record) -> list[Sequence] | None:
             if "differs" in reply:
@@ -55,7 +67,7 @@ class Worker:
             episodes = reply.records("episodes")
             if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
                 raise InvalidRecord(f"these are not {len(tickets)} episodes of the adapter {adapter.version}")
-            return [sequence_from_json(e, t.question, t.place) for e, t in zip(episodes, tickets, strict=True)]
+            return [self._episode(*pair) for pair in zip(episodes, tickets, strict=True)]
 
         asked = tickets_to_json(tickets) | {"identity": identity_of(self.facts), "adapter": adapter.version}
         for _ in range(2):  # a worker that was started anew has lost the adapter
@@ -66,6 +78,16 @@ class Worker:
                 return made
             self.check()
         raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True)
+
+    def _episode(self, record: Record, ticket: Ticket) -> Sequence:
+        """The episode of a ticket, which begins as it would here."""
+        begun = ticket.sequence()
+        layout = self.layout_of(begun)
+        if not begun.tokens:
+            layout.open(begun)
+        sequence = sequence_from_json(record, ticket.question, Bounds.of(layout), ticket.place)
+        check_beginning(sequence, begun)
+        return sequence
 
 
 class RemoteEngine:
@@ -145,11 +167,11 @@ class RemoteEngine:
                 try:
                     found[start] = work.result()
                     free.append(server)
-                except Unanswered as error:
-                    if not error.passes:
+                except (Unanswered, WrongReply) as error:
+                    if isinstance(error, Unanswered) and not error.passes:
                         raise
                     reason, free = error.cause, [other for other in free if other is not server]
                     todo.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])
-                    tqdm.write(f"warning: {reason}; another server samples its episodes", file=sys.stderr)
+                    tqdm.write(printable(f"warning: {reason}; another server samples its episodes"), file=sys.stderr)
         return [sequence for start in sorted(found) for sequence in found[start]]

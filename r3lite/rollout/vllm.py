@@ -15,12 +15,12 @@ from pathlib import Path
 
 from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record
-from r3lite.llm.http_client import Link, Unanswered
+from r3lite.core.records import InvalidRecord, Record, shown
+from r3lite.llm.http_client import Link, Unanswered, WrongReply
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
-from r3lite.rollout.wire import Adapter, Ticket
+from r3lite.rollout.wire import Adapter, Ticket, log_probabilities, whole_numbers
 from r3lite.settings import PpoConfig
 
 COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
@@ -34,6 +34,7 @@ NEUTRAL = {
 }  # fmt: skip
 UPDATE = "Update vLLM to a version with return_token_ids."
 TRIES = 100  # of one turn
+IDS = 1 << 31  # token ids of any model are below
 
 
 class VllmServer:
@@ -51,7 +52,7 @@ class VllmServer:
         url, model, lengths = self.link.url, self.config.model.model, self.config.lengths
 
         def read(reply: Record) -> tuple[str, str, int]:
-            served = reply.records("data")[0]
+            served = reply.records("data", least=1)[0]
             name = served.text("id")
             return name, served.text("root", name), served.whole("max_model_len", lengths.max_length)
 
@@ -84,7 +85,8 @@ class VllmServer:
             with closing(Fetcher(retrieve)) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
         except Unanswered as error:
-            self.name, error.passes = "", True  # it may have been started anew, without the adapter
+            self.name = ""  # it may have been started anew, without the adapter
+            error.passes = True
             raise
         return sequences
 
@@ -135,7 +137,7 @@ class VllmServer:
                 sequence.values.append(0.0)
                 if layout.turn_is_over(sequence):
                     return
-        raise R3LiteError(f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START)
+        raise WrongReply(f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START)
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
         """Tokens that go on from a sequence, with their log-probabilities."""
@@ -149,14 +151,15 @@ class VllmServer:
         return self.link.ask("/v1/completions", asked, "vLLM", self._tokens, UPDATE)
 
     def _tokens(self, reply: Record) -> list[tuple[int, float]]:
-        ids, logprobs = reply.records("choices")[0].items("token_ids"), _logprobs(reply)
+        """Token ids with their log-probabilities. Those of padding rows of the embedding are left to `_turn`."""
         if (model := reply.text("model")) != self.name:
-            raise InvalidRecord(f"the model is {model}, not {self.name}")
-        numbers = all(type(i) is int for i in ids) and all(type(x) in (int, float) for x in logprobs)
-        if len(ids) != len(logprobs) or not numbers:
+            raise InvalidRecord(f"the model is {shown(model)}, not {self.name}")
+        ids = whole_numbers(reply.records("choices", least=1)[0], "token_ids", IDS)
+        logprobs = _logprobs(reply)
+        if len(ids) != len(logprobs):
             raise InvalidRecord("token_ids and token_logprobs must have one number for each token")
-        return list(zip(ids, map(float, logprobs)))
+        return list(zip(ids, logprobs, strict=True))
 
 
-def _logprobs(reply: Record) -> list:
-    return reply.records("choices")[0].record("logprobs").items("token_logprobs")
+def _logprobs(reply: Record) -> list[float]:
+    return log_probabilities(reply.records("choices", least=1)[0].record("logprobs"), "token_logprobs")

@@ -16,15 +16,12 @@ from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from r3lite.serving.asks import Answer, Refusal
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Guard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
 from r3lite.settings import LimitSettings, ServerSettings
-
-LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
 
 class Generate(BaseModel, extra="forbid"):
@@ -50,14 +47,13 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     # No /docs: its page loads scripts from elsewhere.
     app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Guard, desk=desk, token=token, max_body=limits.max_body_kib << 10)
+    size = limits.max_body_kib << 10
+    app.add_middleware(Guard, desk=desk, token=token, max_body=size, on_loopback=server.on_loopback)
     if server.cors_origins:
         # Clients send headers of their own, such as OpenAI's x-stainless-*. The origins are listed one by one, and no
         # cookies are read, so that a header gives a page nothing that it does not have.
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=server.cors_origins, **allowed)
-    if server.on_loopback:  # a web page elsewhere could have its own name resolve to this machine
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
     add_errors(app)
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     security = page_headers(page)

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from r3lite.core.listening import host_of, is_loopback
 from r3lite.serving.asks import Answer, Ask, Refusal
 from r3lite.serving.desk import Desk
 
@@ -73,8 +74,9 @@ def failure(refusal: Refusal) -> JSONResponse:
 class Guard:
     """ASGI middleware that refuses, or hands the whole body on."""
 
-    def __init__(self, app: ASGIApp, desk: Desk, token: str | None, max_body: int):
+    def __init__(self, app: ASGIApp, desk: Desk, token: str | None, max_body: int, on_loopback: bool):
         self.app, self.desk, self.token, self.max_body = app, desk, token, max_body
+        self.on_loopback = on_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,6 +97,9 @@ class Guard:
         await self.app(scope, replay, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        # A web page elsewhere could have its own name resolve to this machine.
+        if self.on_loopback and not is_loopback(host_of(headers.get("host", ""))):
+            raise Refusal(400, "unknown_host", "This server answers only requests to this machine.")
         if scope["method"] == "POST":
             self.desk.check_rate(client_of(scope))
         if self.token is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

@@ -195,7 +195,8 @@ class RetrieveSettings(Section):
     serve: bool = False
     """answer queries over HTTP until Ctrl-C or SIGTERM; other machines pass --retriever http://HOST:PORT/retrieve"""
     host: str = "127.0.0.1"
-    """address to listen on with --serve; 0.0.0.0: every network that this machine is in can send queries"""
+    """address to listen on with --serve; any address but a loopback address needs a token in R3LITE_TOKEN, which
+    clients send from R3LITE_RETRIEVER_TOKEN"""
     port: Annotated[int, Bounds(low=0, high=65535)] = 8000
     """port to listen on with --serve; 0: any free port"""
 

@@ -1,9 +1,9 @@
 """Settings of the server: where it listens, which adapter answers in which mode, and what nobody may exceed."""
 
-import ipaddress
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.listening import is_loopback
 
 
 class ListenSettings(Section):
@@ -18,10 +18,7 @@ class ListenSettings(Section):
     @property
     def on_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 class ServerSettings(ListenSettings):

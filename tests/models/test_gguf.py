@@ -220,6 +220,26 @@ def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
         ({"tokenizer.ggml.model": "llama"}, "the tokenizer is 'llama'"),
         ({"tokenizer.ggml.pre": "tekken"}, "split as 'tekken'"),
         ({"tokenizer.ggml.merges": None}, "lacks its tokens"),
+        # Keys of other types than they should have: each was a traceback, or an error that named the cached copy.
+        ({"general.name": "x", "split.count": "3"}, "split.count is '3', not a whole number"),
+        ({"llama.block_count": "2"}, "llama.block_count is '2', not a whole number"),
+        ({"llama.block_count": 0}, "llama.block_count is 0, not a whole number of at least 1"),
+        ({"llama.block_count": 3}, "missing tensor model.layers.2"),
+        ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
+        ({"llama.attention.head_count": -4}, "llama.attention.head_count is -4"),
+        ({"llama.attention.head_count": 3}, "do not divide one another"),
+        ({"llama.rope.freq_base": "much"}, "llama.rope.freq_base is 'much', not a finite number"),
+        ({"llama.rope.freq_base": [1, 2]}, "llama.rope.freq_base is [1, 2], not a finite number"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon is -1.0, not a finite number"),
+        ({"tokenizer.ggml.pre": [1, 2]}, "tokenizer.ggml.pre is [1, 2], not text"),
+        ({"tokenizer.ggml.model": 5}, "tokenizer.ggml.model is 5, not text"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges is [1, 2], not a list of texts"),
+        ({"tokenizer.ggml.token_type": "abc"}, "tokenizer.ggml.token_type is 'abc', not a list"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id is '2', not a whole number"),
+        ({"tokenizer.ggml.bos_token_id": [1]}, "tokenizer.ggml.bos_token_id is [1], not a whole number"),
+        ({"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token is 'yes', not true or false"),
+        ({"tokenizer.chat_template": [1]}, "tokenizer.chat_template is [1], not text"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(models, tmp_path, cache, changes, named):
@@ -229,7 +249,18 @@ def test_what_is_not_supported_is_refused_by_name(models, tmp_path, cache, chang
     )
     with pytest.raises(R3LiteError) as error:
         resolve_folder(str(path))
-    assert named in str(error.value) and not cache.exists()
+    told = str(error.value)
+    assert named in told and str(path) in told and str(cache) not in told
+    assert not cache.exists() or not list(cache.iterdir())  # what cannot be used is not kept
+
+
+def test_ids_that_no_token_has_are_ignored(models, tmp_path):
+    """As llama.cpp does; -1 was taken for the last token."""
+    changes = {"tokenizer.ggml.padding_token_id": 1 << 20, "tokenizer.ggml.unknown_token_id": -1}
+    path = rewrite(models("llama")[1], tmp_path / "x.gguf", changes)
+    folder = resolve_folder(str(path))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert (settings["pad_token"], settings["unk_token"]) == (None, None)
 
 
 def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):

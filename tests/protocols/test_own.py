@@ -71,6 +71,8 @@ def test_prompts_of_the_settings_come_first(tmp_path):
     [
         (TAGS, 'kind = "tags"', "", "has kind = None; it must be headings or tags"),
         (TAGS, 'kind = "tags"', 'kind = "tag"', "has kind = 'tag'"),
+        (TAGS, 'kind = "tags"', 'kind = ["tags"]', r"has kind = \['tags'\]; it must be headings or tags"),
+        (TAGS, 'kind = "tags"', "kind = {a = 1}", "has kind = {'a': 1}; it must be"),
         (TAGS, "think =", "thinks =", r"has the unknown key 'thinks' \(did you mean think\?\)"),
         (TAGS, 'answer = ["<result>", "</result>"]', "", "has no answer"),
         (TAGS, '["<ask>", "</ask>"]', '"<ask>"', "has search = '<ask>'; it must be an opening and a closing tag"),

@@ -66,7 +66,7 @@ def churn(folder, opened, edits, live, rng):
             live |= set(fresh)
         else:
             gone = set(rng.sample(sorted(live), rng.randint(1, 3)))
-            assert index.delete(folder, map(str, gone)) == len(gone)
+            assert index.delete(folder, map(str, gone)) == (len(gone), 0)
             live -= gone
     return live
 
@@ -109,6 +109,22 @@ def test_ids_that_are_not_there_and_deleting_all_are_refused(tmp_path, opened):
         with pytest.raises(R3LiteError, match=reason):
             index.delete(tmp_path / "i", ids)
     assert len(index.read_documents(tmp_path / "i")) == 2
+
+
+def test_a_deletion_that_is_repeated_after_a_kill_is_done_already(tmp_path, opened):
+    """It failed: the id was not there any more."""
+    folder = tmp_path / "i"
+    build(folder, [passage(i) for i in range(4)])
+    assert index.delete(folder, ["1", "2"]) == (2, 0)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert index.delete(folder, ["1", "2"]) == (0, 2)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert index.delete(folder, ["1", "3"]) == (1, 1)
+    with pytest.raises(R3LiteError, match="no passage with the id '7'"):
+        index.delete(folder, ["1", "7"])
+    index.add(folder, opened(folder), [passage(1)])
+    assert index.delete(folder, ["1"]) == (1, 0)  # the one that was added since
+    assert [d.id for d in index.read_documents(folder)] == ["0"]
 
 
 def test_a_stop_before_the_manifest_is_replaced_changes_nothing(tmp_path, opened, monkeypatch):

@@ -1,6 +1,7 @@
 """Procedures: which one fits a question, by hand, and files that are not what they should be."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -50,6 +51,26 @@ def test_triggers_count_ten_and_priority_a_half(read):
         ("priority alone", (0, 0, 0)),
     ):
         assert [p.score(text) for p in (a, b, c)] == list(scores)
+
+
+def test_many_triggers_take_a_moment(read):
+    """A pattern was made of each for each question: 100,000 took ten seconds."""
+    listed = read(row("A", ", ".join(f"phrase {i}" for i in range(20_000))), row("B", "lease of land"))
+    finder = Finder(listed, None, 0.5)
+    finder.find("the first one")
+    began = time.process_time()
+    assert finder.find("Who signed the lease of land, and where is phrase 19999?").name == "A"
+    assert finder.find("Who signed the lease of landscapes?") is None
+    assert time.process_time() - began < 0.5
+
+
+def test_hidden_files_of_a_folder_are_no_procedures(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(row("A")))
+    (tmp_path / "._a.json").write_bytes(b"\x00\x05\x16\x07")  # AppleDouble, which macOS writes
+    assert [p.name for p in read_procedures(tmp_path)] == ["A"]
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(R3LiteError, match=r"has no \*\.json file"):
+        read_procedures(tmp_path)
 
 
 def test_a_trigger_may_begin_or_end_with_a_sign(read):

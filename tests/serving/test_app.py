@@ -185,6 +185,8 @@ def test_other_origins_and_names(serving):
     assert "access-control-allow-origin" not in send(running, "POST", "/generate", {"query": "x"}, **origin)[1]
     # A page elsewhere whose own name resolves to this machine, and a form, which needs no permission.
     assert send(running, "GET", "/api/health", Host="example.org")[0] == 400
+    for name in ("127.0.0.2:8000", "[::1]:8000", "LocalHost"):  # also of this machine alone
+        assert send(running, "GET", "/api/health", Host=name)[0] == 200
     assert send(running, "POST", "/generate", '{"query": "x"}', Content_Type="text/plain")[0] == 400
     assert "Content-Type must be application/json" in send(running, "POST", "/generate", "{}", Content_Type="")[2]
     named = serving(server=ServerSettings(cors_origins=("https://example.org",)))

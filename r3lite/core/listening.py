@@ -1,0 +1,75 @@
+"""Where servers listen: the socket, the addresses that only this machine reaches, and the token that others need.
+
+The servers of answers, of retrievers and of rollouts use it alike.
+"""
+
+import ipaddress
+import os
+import re
+import socket
+
+from r3lite.core.errors import R3LiteError, explained
+
+TOKEN = "R3LITE_TOKEN"  # of a server, and of rollout servers
+RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"  # of --retriever and --rerank, which may be others' servers
+SHORTEST_TOKEN = 16  # characters
+BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name is of this machine alone: in 127.0.0.0/8, ::1 (also in brackets) or localhost."""
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def host_of(header: str) -> str:
+    """The host of a Host header, without its port."""
+    return re.sub(r":\d+$", "", header)
+
+
+def token_in(name: str) -> str | None:
+    """The token in an environment variable; R3LiteError if no header of HTTP can carry it."""
+    token = os.environ.get(name, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        cause = f"{name} has characters that no HTTP header can carry"
+        raise R3LiteError(cause, "Use letters and digits, such as the output of: openssl rand -hex 24")
+    return token or None
+
+
+def token_of(host: str) -> str | None:
+    """The token of a server at `host`, without which one that others can reach does not start."""
+    token = token_in(TOKEN)
+    if token is None and not is_loopback(host):
+        remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
+        raise R3LiteError(f"--host {host} can be reached from other machines, but {TOKEN} is not set", remedy)
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise R3LiteError(f"{TOKEN} is too short", f"It must have at least {SHORTEST_TOKEN} characters.")
+    return token
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The headers that send the token in an environment variable; none if it is not set."""
+    token = token_in(name)
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; R3LiteError if it is taken or not of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    remedy = "Pass another --port or --host; --port 0 takes any free port."
+    with explained(OSError, f"cannot listen on {host}, port {port}", remedy):
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def url_of(listening: socket.socket) -> str:
+    """The address of a socket that listens, such as http://[::1]:8000."""
+    host, port = listening.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    return f"http://{place}:{port}"

@@ -1,0 +1,13 @@
+"""Text of strangers for a terminal: of passages, models, servers and files, none of which may steer it."""
+
+import sys
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which could steer a terminal; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+def say(text: str) -> None:
+    """Prints a message on stderr that may quote strangers."""
+    print(printable(text), file=sys.stderr)

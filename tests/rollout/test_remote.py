@@ -1,0 +1,84 @@
+"""A trainer beside workers that send what they should not: none of it ends the run, and none is learned from."""
+
+import pytest
+
+from r3lite.assembly.rollout_service import RolloutService
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
+from r3lite.llm.http_client import Link
+from r3lite.protocols.r3 import R3
+from r3lite.rollout.remote import RemoteEngine, Worker
+from r3lite.rollout.wire import Adapter
+from r3lite.settings import LengthSettings
+
+PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
+LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1000)
+FACTS = {"--model": "toy"}
+ADAPTER = Adapter(b"{}\0weights")
+QUESTIONS = [Question(id, f"who is {id}?", ()) for id in "abcd"]
+ANSWER = "Step 1:\nThe problem analysis: known\nThe final answer: "
+SEEDS = list("1234")
+
+
+class Broken(RolloutService):
+    """A worker whose first episode of each request has other fields, or which fails."""
+
+    change: dict | Exception | None = None
+
+    def answer(self, path, request):
+        reply = super().answer(path, request)
+        if path == "/sample" and isinstance(self.change, Exception):
+            raise self.change
+        if path == "/sample" and self.change:
+            reply["episodes"][0] |= self.change
+        return reply
+
+
+@pytest.fixture
+def workers(scripted, running):
+    """A worker that can be broken, a sound one, and the engine that asks both; two more engines at their places."""
+    script = {question.id: [ANSWER + question.id] for question in QUESTIONS}
+    engines = [scripted(script, protocol=PROTOCOL, lengths=LENGTHS) for _ in range(2)]
+    services = [Broken(engines[0], None, FACTS), RolloutService(engines[1], None, FACTS)]
+    servers = []
+    for service in services:
+        service.version = ADAPTER.version
+        servers.append(Worker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
+        servers[-1].check()
+    remote = RemoteEngine(servers)
+    remote.adapter = ADAPTER
+    yield services[0], remote
+    remote.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (None, None),
+        ({"tokens": [1 << 30]}, "tokens is [1073741824], not a list of whole numbers from 0 to"),
+        ({"tokens": [5] * 2000}, "tokens are 2,000, more than --max-length 1,000"),
+        ({"actions": "0" * 5, "tokens": [5] * 5, "logprobs": []}, "step_ends"),
+        ({"tokens": [5, 6], "actions": "01", "logprobs": [-1], "step_ends": [1]}, "does not begin as question"),
+        ({"logprobs": [-(10**400)]}, "not a list of log-probabilities"),
+        ({"adapter": "another"}, "these are not 1 episodes of the adapter"),
+        (KeyError("of ours"), "status 500"),
+        (IndexError("of ours"), "internal error, see the server's log"),
+    ],
+)
+def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change, told):
+    service, remote = workers
+    service.change = change
+    url = remote.servers[0].link.url
+    sequences = remote.run(QUESTIONS, SEEDS, None)
+    assert [s.episode().prediction for s in sequences] == [q.id for q in QUESTIONS]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "another server samples" in line]
+    assert bool(warnings) == bool(told) == bool(remote.metrics()["rollout/moved_episodes"])
+    assert all(url in line and told in line for line in warnings), warnings
+
+
+def test_without_another_server_the_run_says_which_one_is_broken(workers):
+    service, remote = workers
+    service.change = {"tokens": [1 << 30]}
+    remote.servers.pop()
+    with pytest.raises(R3LiteError, match=f"no rollout server is left: {remote.servers[0].link.url}/sample did not"):
+        remote.run(QUESTIONS, SEEDS, None)
