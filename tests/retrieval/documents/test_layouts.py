@@ -117,6 +117,34 @@ def test_commas_and_semicolons_in_a_csv_are_no_columns_by_themselves():
 
 
 @pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("a,b,a\n1,2,3\n", [("", "a: 1\nb: 2\na: 3")]),  # the last column of a name was the only one
+        (",b,\n1,2,3\n", [("", "1\nb: 2\n3")]),
+        ("title,text,Text,title\nA,one,two,B\nC,,three,\n", [("A", "one\ntwo"), ("C", "three")]),
+        ("a,b\n1,2,3,4\n5\n", [("", "a: 1\nb: 2\n3\n4"), ("", "a: 5")]),
+        ("\n\na,b\n\n1,2\n", [("", "a: 1\nb: 2")]),
+        ("sep=;\r\nname;k\r\nBob;1,5\r\n", [("Bob", "name: Bob\nk: 1,5")]),
+        ('"sep=|"\nname|k\nBob|1;5\n', [("Bob", "name: Bob\nk: 1;5")]),
+        ("SEP=\t\rname\tk\rBob\t1\r", [("Bob", "name: Bob\nk: 1")]),
+        ("sep=\r\nx\r\n", [("", "sep=: x")]),
+        ("sep=x,b\n1,2\n", [("", "sep=x: 1\nb: 2")]),
+    ],
+)  # fmt: skip
+def test_each_cell_of_a_csv_is_under_the_name_of_its_column(text, read):
+    assert sections(".csv", text) == read
+
+
+def test_a_cell_may_be_long_and_the_limit_of_the_process_stays():
+    before = csv.field_size_limit()
+    (row,) = sections(".csv", f"title;text\nA;{'word ' * 40_000}\n")
+    assert row[0] == "A" and len(row[1].split()) == 40_000
+    with pytest.raises(Unreadable):
+        sections(".csv", 'a\n"x')
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
     ("suffix", "text", "reason"),
     [
         (".json", "[" * 100_000, "not JSON"),
