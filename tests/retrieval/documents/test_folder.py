@@ -1,5 +1,6 @@
 """A folder made into passages: what is read, what is left out and told, ids that stay."""
 
+import json
 import os
 import shutil
 
@@ -140,3 +141,13 @@ def test_long_titles_and_heads_leave_half_the_budget_for_the_text(tmp_path):
     found = read_folder(tmp_path, SETTINGS).documents
     assert {d.title[:3] for d in found} == {"..."} and {len(d.title) for d in found} == {203}
     assert [len(d.text.split()) for d in found][:2] == [16, 16] and sum("w50" in d.text for d in found) in (1, 2)
+
+
+@pytest.mark.parametrize("end", ["", "\n", " \r\n  "])
+def test_soft_hyphens_are_no_part_of_words_in_any_layout(tmp_path, end):
+    """A word with one is shown whole, or split at a line's end; no question has it."""
+    word = f"Ob\u00adser\u00ad{end}vatory"
+    (tmp_path / "a.txt").write_text(f"The {word} opens.", encoding="utf-8", newline="")
+    (tmp_path / "b.json").write_text(json.dumps([{"title": f"An {word}", "text": f"An {word}."}]), encoding="utf-8")
+    passages = [(d.title, d.text) for d in read_folder(tmp_path, SETTINGS).documents]
+    assert passages == [("a", "The Observatory opens."), ("An Observatory", "An Observatory.")]
