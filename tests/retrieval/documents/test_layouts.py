@@ -226,11 +226,14 @@ def test_what_is_not_python_is_a_text(text):
     assert [(s.title, s.head, s.text) for s in READERS[".py"](text, "a.py")] == [("", "", text)]
 
 
+LIGATURES = b"/Encoding<</Differences[2/fi/fl/ff/ffi/twosuperior]>>"
+
+
 def pdf(*pages: bytes) -> bytes:
-    """A PDF of content streams, by hand."""
+    """A PDF of content streams, by hand. Codes 2 to 5 are ligatures, as TeX and InDesign set them; 6 is an exponent."""
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
     objects = [b"<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>".encode()]
-    objects.append(b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>")
+    objects.append(b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica" + LIGATURES + b">>")
     for i, page in enumerate(pages):
         packed = zlib.compress(page)
         resources = f"/MediaBox[0 0 99 99]/Resources<</Font<</F 3 0 R>>>>/Contents {5 + 2 * i} 0 R>>"
@@ -249,13 +252,54 @@ def pdf(*pages: bytes) -> bytes:
 
 
 def said(text: str) -> bytes:
-    return f"BT /F 12 Tf 9 9 Td ({text}) Tj ET".encode()
+    lines = [f"BT /F 12 Tf 9 {700 - 20 * i} Td ({line}) Tj ET" for i, line in enumerate(text.split("\n"))]
+    return "\n".join(lines).encode()
 
 
 def test_a_pdf_is_the_text_of_its_pages():
     pytest.importorskip("pypdf")
-    (section,) = READERS[".pdf"](pdf(said("Ann went"), said("to Rome.")), "a.pdf")
-    assert (section.title, section.text) == ("", "Ann went\nto Rome.")
+    assert sections(".pdf", pdf(said("Ann went"), said("to Rome."))) == [("", "Ann went\nto Rome.")]
+
+
+def test_ligatures_of_a_pdf_are_letters():
+    """Nobody types a question with the sign for "ffi". What else has a compatible sign stays, such as the exponent."""
+    pytest.importorskip("pypdf")
+    content = pdf(said("The \\002nal at the \\003ower o\\005ce, 9 m\\006"))
+    assert sections(".pdf", content) == [("", "The final at the flower office, 9 m\u00b2")]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("a retrie-\nval of words", "a retrieval of words"),
+        ("a di\\004er-\nence", "a difference"),
+        ("re-\ntrie-\nval", "retrieval"),
+        ("retrie- \n val", "retrieval"),
+        # The document has the word elsewhere
+        ("long-\nterm; a long-term plan", "long-term; a long-term plan"),
+        ("multi-\nple; multiple", "multiple; multiple"),
+        ("self-\nish; selfish", "selfish; selfish"),
+        ("re-\nform; re-form, Reform, reform", "reform; re-form, Reform, reform"),
+        ("HYPHEN-\nATION; Hyphenation", "HYPHENATION; Hyphenation"),
+        # It has not
+        ("multi-\nhop, self-\nmade", "multi-hop, self-made"),
+        ("Jean-\nPaul, COVID-\n19, 20th-\ncentury", "Jean-Paul, COVID-19, 20th-century"),
+        ("state-of-\nthe-art, mother-\nin-law", "state-of-the-art, mother-in-law"),
+        ("pre- and post-war, pre-\nand post-war", "pre- and post-war, pre- and post-war"),
+        ("the is-\nland", "the island"),
+        # No hyphen of a word
+        ("1990 -\nwhen -\nso", "1990 -\nwhen -\nso"),
+        ("- a\n-\nb --\nc", "- a\n-\nb --\nc"),
+    ],
+)  # fmt: skip
+def test_a_word_that_a_line_of_a_pdf_splits_is_whole(text, read):
+    pytest.importorskip("pypdf")
+    assert sections(".pdf", pdf(said(text))) == [("", read)]
+
+
+def test_a_word_goes_on_on_the_next_page():
+    pytest.importorskip("pypdf")
+    assert sections(".pdf", pdf(said("the cham-"), said("pion won"))) == [("", "the champion won")]
 
 
 @pytest.mark.parametrize(
