@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -16,6 +17,7 @@ SETTINGS = DocumentSettings(chunk_tokens=32, chunk_overlap=8)
 
 
 def fill(folder):
+    pytest.importorskip("markdown_it", reason="needs the extra documents")
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("Ann Dahl directed Brenn. " * 3 + "It is a film. " * 9, encoding="utf-8")
     (folder / "sub" / "b.MD").write_text("\ufeff# Guide\n\n## Go\nTo Rome.\n", encoding="utf-8")
@@ -151,3 +153,17 @@ def test_soft_hyphens_are_no_part_of_words_in_any_layout(tmp_path, end):
     (tmp_path / "b.json").write_text(json.dumps([{"title": f"An {word}", "text": f"An {word}."}]), encoding="utf-8")
     passages = [(d.title, d.text) for d in read_folder(tmp_path, SETTINGS).documents]
     assert passages == [("a", "The Observatory opens."), ("An Observatory", "An Observatory.")]
+
+
+def test_a_file_that_needs_an_extra_is_named_and_others_do_not(tmp_path, monkeypatch):
+    for package in ("markdown_it", "lxml", "pypdf"):
+        monkeypatch.setitem(sys.modules, package, None)
+    contents = {"a.txt": "one", "b.csv": "k\ntwo", "c.tsv": "k\nthree", "d.json": '["four"]', "e.jsonl": '{"k": 5}'}
+    for name, content in (contents | {"f.py": "six = 6"}).items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert len(read_folder(tmp_path, SETTINGS).documents) == 6
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "g.md").write_text("seven", encoding="utf-8")
+    with pytest.raises(R3LiteError, match=r"the Markdown file sub/g\.md needs the package markdown_it") as error:
+        read_folder(tmp_path, SETTINGS)
+    assert "pip install 'r3lite[documents]'" in error.value.remedy
