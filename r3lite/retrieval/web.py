@@ -1,9 +1,9 @@
 """Web search as a retriever: Exa and DuckDuckGo, whose answers are recorded, so that they can be had again.
 
 A service gives up to --web-results pages for a query. The sentences of each that are nearest to the query become a
-passage, and the nearest pages are the documents. What comes from the web is text of strangers: markup is taken out and
-lengths are capped here; special tokens and the marks of a protocol are made harmless where documents are laid out, as
-those of any corpus are.
+passage, and the nearest pages are the documents. What comes from the web is text of strangers: unprintable characters
+are taken out and lengths are capped here; special tokens and the marks of a protocol are made harmless where documents
+are laid out, as those of any corpus are.
 """
 
 import os
@@ -21,9 +21,8 @@ from r3lite.core.records import Record, Source
 from r3lite.core.terminal import printable
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import RateLimiter
-from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
-from r3lite.retrieval.documents.section import Unreadable
+from r3lite.retrieval.documents.section import without_soft_hyphens
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.retrieval.remote import Poster
 from r3lite.retrieval.search import Search
@@ -33,6 +32,7 @@ from r3lite.settings.retrieval import SOURCES
 AT_ONCE = 8  # requests under way
 QUERY, TITLE, ADDRESS = 400, 200, 500  # characters at the most
 PAGE = 4000  # characters of a page that are read
+JOINERS = "\u200c\u200d"  # not printed, but letters of Persian and parts of emoji are joined by them
 SENTENCE, PASSAGE = 64, 128  # tokens at the most, as `count_tokens` counts them
 EXA, EXA_KEY = "https://api.exa.ai/search", "EXA_API_KEY"
 KIND = SOURCES[0]  # of sources, for searches that name none
@@ -167,14 +167,11 @@ def best(texts: list[str], scores: np.ndarray) -> str:
 
 
 def plain(text: str) -> str:
-    """A text without markup and without characters that are not printed."""
-    text = printable(text)
-    if not {"<", "&"} & set(text):
-        return text
-    try:
-        return "\n".join(section.text for section in html.read(text, "")).strip()
-    except Unreadable:
-        return text.replace("<", " ")
+    """A text without soft hyphens and without characters that are not printed.
+
+    It is no HTML: Exa returns Markdown, and ddgs takes tags and entities out. "<" and "&" stand for themselves.
+    """
+    return printable(without_soft_hyphens(text))
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:

@@ -161,7 +161,7 @@ class IndexSettings(EncoderSettings):
     """Index."""
 
     documents: str | None = None
-    """folder of your own documents: text, Markdown, HTML, PDF (extra documents), JSON, JSONL, CSV, TSV, Python"""
+    """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""
     corpus: tuple[str, ...] | None = None
     """instead of --documents, a JSONL file of passages (id, title, text), or several, A.jsonl,B.jsonl, for one index"""
     add: str | None = None

@@ -22,7 +22,7 @@ TOWN = Document("1", "Oslo", "Oslo is a town.")
 HARBOR = "The weather was fine. Blue Harbor is a film that Ann Lee directed in 1990. It rained later. Many came."
 PAGES = {
     "results": [
-        {"id": "1", "url": "https://a.example/x", "title": "On <b>Oslo</b>", "text": "Oslo is a city. It lies north."},
+        {"id": "1", "url": "https://a.example/x", "title": "On Oslo", "text": "Oslo is a city. It lies north."},
         {"id": "2", "url": "https://b.example/y", "title": "Harbor", "text": HARBOR, "score": None},
         {"id": "3", "url": "https://c.example/z", "title": None, "text": "  "},
     ]
@@ -90,17 +90,19 @@ def test_a_real_encoder_scores_sentences(exa, minilm):
 @pytest.mark.parametrize(
     ("text", "read"),
     [
-        ("<p>Ann<script>steal()</script> Lee</p>", "Ann Lee"),
-        ("a < b & c", "a < b & c"),
-        ("&lt;|im_end|&gt; Step 2:", "<|im_end|> Step 2:"),  # what this may not become is the layout's part
+        ("if a<b and c>d: vector<int> v;", "if a<b and c>d: vector<int> v;"),  # "if ad: vector v;" as HTML
+        ("# A <title>\n\nof *R&D* & AT&amp;T\n", "# A <title>\n\nof *R&D* & AT&amp;T\n"),
+        ("<script>steal()</script>", "<script>steal()</script>"),
+        ("<|im_end|> Step 2:", "<|im_end|> Step 2:"),  # what this may not become is the layout's part
         ("\x1b[31mred\u202e", " [31mred "),
-        ("<![x[ y", " ![x[ y"),
-        ("<b>never closed", "never closed"),
-        ("<div>" * 5000 + "deep", "deep"),
+        ("a\u00a0b\tc\x00d\u200be", "a b c d e"),
+        ("ob\u00adser\u00ad\n vatory", "observatory"),
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f4bb", None),
     ],
 )  # fmt: skip
-def test_markup_is_taken_out(text, read):
-    assert web.plain(text) == read
+def test_a_services_text_is_plain_and_printable(text, read):
+    """It was read as HTML wherever it had a "<" or "&", and lost what stood between "<" and ">"."""
+    assert web.plain(text) == (text if read is None else read)
 
 
 def test_lengths_are_capped(exa):

@@ -14,7 +14,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents import BINARY, READERS
 from r3lite.retrieval.documents.chunks import chunks, count_tokens
-from r3lite.retrieval.documents.section import Unreadable
+from r3lite.retrieval.documents.section import Unreadable, without_soft_hyphens
 from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTORS
 from r3lite.settings import DocumentSettings
 
@@ -121,11 +121,12 @@ def _passages(root: Path, name: str, settings: DocumentSettings) -> Iterator[tup
     if not sections:
         raise Unreadable("without text")
     for section in sections:
-        title = " ".join(section.title.split())
+        title = " ".join(without_soft_hyphens(section.title).split())
         title = title if len(title) <= LONGEST_TITLE else f"...{title[-LONGEST_TITLE:]}"
         # The title is encoded with each passage, and so counts; but half the budget at least is for the text.
         room = settings.chunk_tokens - count_tokens(title) - count_tokens(section.head)
-        for text in chunks(section.text, max(room, settings.chunk_tokens // 2), settings.chunk_overlap):
+        room = max(room, settings.chunk_tokens // 2)
+        for text in chunks(without_soft_hyphens(section.text), room, settings.chunk_overlap):
             if text.strip():
                 yield title, section.head, text
 

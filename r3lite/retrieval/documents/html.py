@@ -1,81 +1,117 @@
-"""HTML: the text that a reader sees, without scripts, styles and navigation; a section for each heading."""
+"""HTML: the text that a reader sees, without scripts, styles and navigation; a section for each heading.
 
+The package lxml reads tags and entities and closes what a page leaves open. It tells of elements one by one and builds
+no tree, so that a page's depth costs nothing. Which elements are apart from their neighbors is in the HTML standard's
+chapter on rendering.
+"""
+
+import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 
-from r3lite.retrieval.documents.section import Section, Unreadable, under_headings
+from r3lite.core.errors import extra
+from r3lite.retrieval.documents.section import Section, under_headings
 
-# Not forms: some servers put all of a page into one.
-LEFT_OUT = {"script", "style", "template", "noscript", "svg", "iframe", "canvas"}
-LEFT_OUT |= {"nav", "footer", "aside", "button", "select", "dialog"}
-PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "table", "ul", "ol", "dl", "pre", "blockquote"}
-BREAKS = dict.fromkeys(("br", "li", "tr", "dt", "dd", "hr", "figcaption", "caption"), "\n") | {"td": " ", "th": " "}
+# Ruby would stand between the ideographs that it is the pronunciation of; an annotation repeats a formula as TeX.
+INVISIBLE = {"script", "style", "template", "noscript", "noembed", "noframes", "datalist", "rp", "rt", "annotation"}
+WIDGETS = {"button", "select", "svg", "iframe", "canvas"}
+NAVIGATION = {"nav", "footer", "aside", "dialog"}
+LEFT_OUT = INVISIBLE | WIDGETS | NAVIGATION
+PREFORMATTED = {"pre", "listing", "xmp", "plaintext", "textarea"}
+# Between blank lines. Forms are not left out: some servers put all of a page into one.
+PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "hgroup", "search", "blockquote", "address", "center"}
+PARAGRAPHS |= {"table", "ul", "ol", "dl", "dir", "menu", "form", "fieldset", "details", "figure"}
+PARAGRAPHS |= PREFORMATTED | NAVIGATION
+LINES = {"li", "tr", "dt", "dd", "caption", "figcaption", "legend", "summary"}
+APART = {"td", "th"} | WIDGETS | PARAGRAPHS  # between blanks, at least: a paragraph in a heading is no more
+BREAKS = {"br", "hr"}
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
+
+PARAGRAPH_END = re.compile(r"</p\s*>", re.IGNORECASE)
+BREAK_END = re.compile(r"</br\s*>", re.IGNORECASE)
 
 
 def read(text: str, name: str) -> Iterator[Section]:
     """The page's title stands over what precedes the first heading. A tag that does not end is not text."""
+    with extra("documents", f"the HTML file {name}", "Or take the HTML files out of the folder."):
+        from lxml import etree
+    # A browser makes breaks of these two ends even if nothing has begun; lxml does not tell of them.
+    text = BREAK_END.sub("<br>", PARAGRAPH_END.sub(r"\g<0> ", text))
     page = _Page()
-    try:
-        page.feed(text + "\n")  # no close(): it looks in the rest for tags, in minutes if that is of 60 KB of "<a "
-    except (AssertionError, ValueError) as error:  # html.parser's at `<![x[`, and at `&#` with thousands of digits
-        raise Unreadable("not HTML", str(error)) from error
-    page.end_paragraph()
+    parser = etree.HTMLParser(target=page, huge_tree=True)  # without it, long attributes are lost
+    parser.feed(text)
+    parser.close()
     return under_headings(page.lines, " ".join(page.title.split()))
 
 
-class _Page(HTMLParser):
-    """Gathers `lines`, in the form that `under_headings` takes. Keeps counts and no tree: depth costs nothing."""
+class _Page:
+    """Gathers `lines`, in the form that `under_headings` takes, from a parser's calls."""
 
     def __init__(self):
-        super().__init__(convert_charrefs=True)
         self.lines: list[str | tuple[int, str]] = []
         self.title = ""
         self.text: list[str] = []  # of the paragraph or heading that has begun
+        self.line_ended = False  # what follows in the paragraph begins a line
         self.heading = 0  # its level, or 0
-        self.preformatted = self.in_title = False
-        self.left_out, self.depth = "", 0  # the element that is left out, and how many of its name are open
+        self.preformatted = 0  # such elements that are open
+        self.left_out = 0  # elements that are open, from the one that is left out
+        self.in_title = False
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
         if self.left_out:
-            self.depth += tag == self.left_out
-        elif tag in LEFT_OUT or (tag in PARAGRAPHS and ("role", "navigation") in attrs):
-            self.left_out, self.depth = tag, 1
+            self.left_out += 1
+            return
+        self._separate(tag)
+        if tag in LEFT_OUT or attributes.get("role") == "navigation" or (tag == "title" and self.title):
+            self.left_out = 1
+        elif tag == "title":
+            self.in_title = True
         elif tag in HEADINGS:
-            self.end_paragraph()
             self.heading = HEADINGS[tag]
-        elif tag in PARAGRAPHS:
-            self.end_paragraph()
-            self.preformatted = tag == "pre"
-        elif tag in BREAKS:
-            self.text.append(BREAKS[tag])
-        elif tag == "title":
-            self.in_title = not self.title
+        elif tag in PREFORMATTED:
+            self.preformatted += 1
+        elif tag in LINES | BREAKS:
+            self._break_line()
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """`<nav/>` opens nothing."""
-        if not self.left_out and BREAKS.get(tag) == "\n":
-            self.text.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
+    def end(self, tag: str) -> None:
         if self.left_out:
-            self.depth -= tag == self.left_out
-            self.left_out = self.left_out if self.depth else ""
-        elif tag in HEADINGS or tag in PARAGRAPHS:
-            self.end_paragraph()
-        elif tag == "title":
+            self.left_out -= 1
+            return
+        self._separate(tag)
+        if tag == "title":
             self.in_title = False
+        elif tag in PREFORMATTED:
+            self.preformatted -= 1
+        elif tag in LINES:
+            self.line_ended = True
 
-    def handle_data(self, data: str) -> None:
+    def data(self, text: str) -> None:
         if self.in_title:
-            self.title += data
+            self.title += text
         elif not self.left_out:
-            self.text.append(data if self.preformatted else data.replace("\r", " ").replace("\n", " "))
+            if self.line_ended and text.strip():
+                self._break_line()
+            self.text.append(text if self.preformatted else text.replace("\r", " ").replace("\n", " "))
 
-    def end_paragraph(self) -> None:
+    def close(self) -> None:
+        self._end_paragraph()
+
+    def _separate(self, tag: str) -> None:
+        """Keeps what stands before an element's start or end from what follows, as far as the element is apart."""
+        if tag in HEADINGS or (tag in PARAGRAPHS and not self.heading):
+            self._end_paragraph()
+        elif tag in APART and not self.preformatted:
+            self.text.append(" ")
+
+    def _break_line(self) -> None:
+        self.text.append("\n")
+        self.line_ended = False
+
+    def _end_paragraph(self) -> None:
         text = "".join(self.text)
         if not self.preformatted:
             text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
         if text.strip():
             self.lines += [(self.heading, " ".join(text.split()))] if self.heading else [text.strip("\n"), ""]
-        self.text, self.heading, self.preformatted = [], 0, False
+        self.text = []
+        self.line_ended = False
+        self.heading = 0

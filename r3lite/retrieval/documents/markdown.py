@@ -1,40 +1,58 @@
-"""Markdown: a section for each heading, titled by the path of headings that leads to it."""
+"""Markdown: a section for each heading, titled by the path of headings that leads to it.
 
+The package markdown-it-py says which lines are headings: whether a line is one depends on all of CommonMark (fences,
+lists, quotes, tables, comments). The text of a section is its lines as they are written.
+"""
+
+import itertools
 import re
 from collections.abc import Iterator
 
+from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import Section, under_headings
 
-HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*))?$")
-UNDERLINE = re.compile(r" {0,3}(?:=+|-{2,})[ \t]*$")
-FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+LINE_END = re.compile(r"\r\n?|\n")  # those of CommonMark, by which its parser counts
 
 
 def read(text: str, name: str) -> Iterator[Section]:
-    """Front matter is left out, but for its title, which stands over what precedes the first heading."""
-    lines, title = text.splitlines(), ""
-    if lines and lines[0].rstrip() == "---" and "---" in lines[1:]:
-        end = lines.index("---", 1)
-        given = [line.partition(":")[2].strip(" \t\"'") for line in lines[1:end] if line.startswith("title:")]
-        lines, title = lines[end + 1 :], given[0] if given else ""
-    return under_headings(_headings(lines), title)
+    """Front matter is left out, but for its title, which stands over what precedes the first heading.
+
+    Headings in lists and quotes are text: what follows such a list does not belong under them.
+    """
+    with extra("documents", f"the Markdown file {name}", "Or take the Markdown files out of the folder."):
+        from markdown_it import MarkdownIt
+    lines = LINE_END.split(text)
+    start, title = _front_matter(lines)
+    lines = lines[start:]
+    parser = MarkdownIt("commonmark").enable("table").disable("inline")  # of inline markup, nothing is needed
+    tokens = parser.parse("\n".join(lines))
+    headings = [
+        (token.map, int(token.tag[1:]), content.content)
+        for token, content in itertools.pairwise(tokens)
+        if token.type == "heading_open" and token.level == 0
+    ]
+    return under_headings(_parts(lines, headings), title)
 
 
-def _headings(lines: list[str]) -> Iterator[str | tuple[int, str]]:
-    """The lines, headings among them as (level, text). In a fenced block nothing is a heading."""
-    fence, is_underline = "", False
-    for line, below in zip(lines, [*lines[1:], ""]):
-        mark = FENCE.match(line)
-        if is_underline:
-            is_underline = False
-        elif fence or mark:
-            ends = fence and mark and mark[1].startswith(fence) and not line.strip(" \t`~")
-            fence = "" if ends else fence or mark[1]
-            yield line
-        elif heading := HEADING.match(line):
-            yield len(heading[1]), (heading[2] or "").strip().rstrip("#").strip()
-        elif line.strip() and UNDERLINE.match(below):
-            yield (1 if "=" in below else 2), line.strip()
-            is_underline = True
-        else:
-            yield line
+def _parts(lines: list[str], headings: list[tuple[list[int], int, str]]) -> Iterator[str | tuple[int, str]]:
+    """The lines, headings among them as (level, text); a heading is (first line and the one after its last, level,
+    text)."""
+    place = 0
+    for (start, end), level, text in headings:
+        yield from lines[place:start]
+        yield level, " ".join(text.split())
+        place = end
+    yield from lines[place:]
+
+
+def _front_matter(lines: list[str]) -> tuple[int, str]:
+    """How many lines the front matter has, and its title. It stands between two lines `---`; if a blank line follows
+    the first of them, they are thematic breaks, and what they enclose is text (pandoc's rule)."""
+    marks = [number for number, line in enumerate(lines) if line.rstrip() == "---"]
+    if len(marks) < 2 or marks[0] != 0 or not lines[1].strip():
+        return 0, ""
+    end = marks[1]
+    title = next((line.removeprefix("title:").strip() for line in lines[1:end] if line.startswith("title:")), "")
+    if len(title) > 1 and title[0] == title[-1] and title[0] in "\"'":
+        title = title[1:-1]
+    return end + 1, title

@@ -1,13 +1,24 @@
-"""PDF: the text of its pages, by the package pypdf. Scanned pages have none."""
+"""PDF: the text of its pages, by the package pypdf. Scanned pages have none.
+
+A page has glyphs and lines, not words: ligatures become letters here, and words that a line's end splits become whole.
+"""
 
 import io
 import logging
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 
 from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import Section, Unreadable
 
 MOST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
+GLYPHS = re.compile(r"[\ufb00-\ufdff\ufe70-\ufefc]+")  # ligatures and the forms of Arabic letters within a word
+WORD = re.compile(r"\w+(?:-\w+)*")
+SPLIT = re.compile(r"(?<![\w-])(\w++(?:-\w++)*+)[-\u2010][ \t]*\n[ \t]*(?=(\w+(?:-\w+)*))")
+COMPOUND = re.compile(r"(?:half|multi(?!-pl)|non|self|well)-")  # English writes these with a hyphen, mostly
+SUSPENDED = {"and", "or", "to", "und", "oder"}  # as in "pre- and post-war"
 
 
 def read(content: bytes, name: str) -> Iterator[Section]:
@@ -32,4 +43,30 @@ def read(content: bytes, name: str) -> Iterator[Section]:
         raise
     except Exception as error:  # a damaged file makes pypdf raise whatever its code runs into, such as KeyError
         raise Unreadable("a damaged PDF", f"{type(error).__name__}: {error}") from error
-    yield Section("\n".join(pages), title if isinstance(title, str) else "")
+    text = GLYPHS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), "\n".join(pages))
+    yield Section(_whole_words(text), title if isinstance(title, str) else "")
+
+
+def _whole_words(text: str) -> str:
+    """The text without line ends in words, and without the hyphens that stood there only for them.
+
+    Whether a hyphen belongs to its word, as in "multi-hop", nobody wrote down. The document's other lines decide if
+    the word is there in one of the two spellings. Else it belongs to the word if the word has another hyphen or a
+    digit, or no small letter behind it ("Jean-Paul", "20th-century"), or begins as compounds do.
+    """
+    counts = Counter(WORD.findall(text.casefold()))
+
+    def whole(match: re.Match) -> str:
+        first, second = match[1], match[2]
+        compound = f"{first}-{second}".casefold()
+        word = f"{first}{second}".casefold()
+        if second in SUSPENDED and not counts[word]:
+            return f"{first}- "
+        if counts[compound] != counts[word]:
+            belongs = counts[compound] > counts[word]
+        else:
+            is_plain = first.isalpha() and "-" not in second and second[0].islower()
+            belongs = not is_plain or bool(COMPOUND.match(compound))
+        return f"{first}-" if belongs else first
+
+    return SPLIT.sub(whole, text)

@@ -1,7 +1,10 @@
 """What the layouts of documents have in common: the parts that they cut a document into, and why one cannot be read."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+SOFT_HYPHEN = re.compile(r"\u00ad(?:[ \t]*\r?\n[ \t]*)?")
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,9 @@ def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> I
         path = [heading for heading in path if heading[0] < line[0]] + [line]
         title, held = " > ".join(text for _, text in path), []
     yield Section("\n".join(held), title)
+
+
+def without_soft_hyphens(text: str) -> str:
+    """A soft hyphen is where a word may be split, and no part of it: nobody types it in a question. If a line ends with
+    one, the word goes on in the next."""
+    return SOFT_HYPHEN.sub("", text)

@@ -1,7 +1,9 @@
 """A folder made into passages: what is read, what is left out and told, ids that stay."""
 
+import json
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -15,6 +17,7 @@ SETTINGS = DocumentSettings(chunk_tokens=32, chunk_overlap=8)
 
 
 def fill(folder):
+    pytest.importorskip("markdown_it", reason="needs the extra documents")
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("Ann Dahl directed Brenn. " * 3 + "It is a film. " * 9, encoding="utf-8")
     (folder / "sub" / "b.MD").write_text("\ufeff# Guide\n\n## Go\nTo Rome.\n", encoding="utf-8")
@@ -140,3 +143,27 @@ def test_long_titles_and_heads_leave_half_the_budget_for_the_text(tmp_path):
     found = read_folder(tmp_path, SETTINGS).documents
     assert {d.title[:3] for d in found} == {"..."} and {len(d.title) for d in found} == {203}
     assert [len(d.text.split()) for d in found][:2] == [16, 16] and sum("w50" in d.text for d in found) in (1, 2)
+
+
+@pytest.mark.parametrize("end", ["", "\n", " \r\n  "])
+def test_soft_hyphens_are_no_part_of_words_in_any_layout(tmp_path, end):
+    """A word with one is shown whole, or split at a line's end; no question has it."""
+    word = f"Ob\u00adser\u00ad{end}vatory"
+    (tmp_path / "a.txt").write_text(f"The {word} opens.", encoding="utf-8", newline="")
+    (tmp_path / "b.json").write_text(json.dumps([{"title": f"An {word}", "text": f"An {word}."}]), encoding="utf-8")
+    passages = [(d.title, d.text) for d in read_folder(tmp_path, SETTINGS).documents]
+    assert passages == [("a", "The Observatory opens."), ("An Observatory", "An Observatory.")]
+
+
+def test_a_file_that_needs_an_extra_is_named_and_others_do_not(tmp_path, monkeypatch):
+    for package in ("markdown_it", "lxml", "pypdf"):
+        monkeypatch.setitem(sys.modules, package, None)
+    contents = {"a.txt": "one", "b.csv": "k\ntwo", "c.tsv": "k\nthree", "d.json": '["four"]', "e.jsonl": '{"k": 5}'}
+    for name, content in (contents | {"f.py": "six = 6"}).items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert len(read_folder(tmp_path, SETTINGS).documents) == 6
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "g.md").write_text("seven", encoding="utf-8")
+    with pytest.raises(R3LiteError, match=r"the Markdown file sub/g\.md needs the package markdown_it") as error:
+        read_folder(tmp_path, SETTINGS)
+    assert "pip install 'r3lite[documents]'" in error.value.remedy
