@@ -2,10 +2,12 @@
 
 import sys
 
+JOINERS = "\u200c\u200d"  # not printed, but letters of Persian and parts of emoji are joined by them
+
 
 def printable(text: str) -> str:
-    """A text without control characters, which could steer a terminal; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    """A text without control characters, which could steer a terminal; line breaks and JOINERS stay."""
+    return "".join(c if c.isprintable() or c == "\n" or c in JOINERS else " " for c in text)
 
 
 def say(text: str) -> None:

@@ -32,7 +32,6 @@ from r3lite.settings.retrieval import SOURCES
 AT_ONCE = 8  # requests under way
 QUERY, TITLE, ADDRESS = 400, 200, 500  # characters at the most
 PAGE = 4000  # characters of a page that are read
-JOINERS = "\u200c\u200d"  # not printed, but letters of Persian and parts of emoji are joined by them
 SENTENCE, PASSAGE = 64, 128  # tokens at the most, as `count_tokens` counts them
 EXA, EXA_KEY = "https://api.exa.ai/search", "EXA_API_KEY"
 KIND = SOURCES[0]  # of sources, for searches that name none
