@@ -40,7 +40,7 @@ from bench.recipe_settings import (
     taught_half,
     without_length,
 )
-from r3lite.core.answer_match import normalize
+from r3lite.core.answer_match import question_key
 from r3lite.core.command import COMMANDS, Terminated
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
@@ -311,7 +311,7 @@ class Way:
 
 def half_of(question: str, seed: int) -> int:
     """The half of the questions, 1 or 2, that a question is of: the same in all files, however it is spelled."""
-    digest = hashlib.sha256(f"{seed}/{normalize(question)}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{question_key(question)}".encode()).digest()
     return 1 + digest[0] % 2
 
 

@@ -100,3 +100,9 @@ def test_ppo_says_it_before_it_begins(world, tmp_path, capsys):  # noqa: F811
     adapter = str(tmp_path / "sft")
     assert run(world, tmp_path / "run", "--adapter", adapter, "--max-steps", "1", validated=False) == 0
     assert f"warning: {adapter} has learned demonstrations of 12 of the 12 questions" in capsys.readouterr().err
+
+
+def test_questions_of_which_normalization_leaves_nothing_are_told_apart():
+    """Their hashes were all that of the empty text, so that any of them counted as demonstrated."""
+    assert question_hash("A?") != question_hash("The?")
+    assert question_hash("Who is Ann?") == question_hash("who is  ann")

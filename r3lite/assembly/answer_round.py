@@ -61,8 +61,7 @@ class AnswerSampler(RoundSampler):
         """Round 1, 2, ...; `watch` times its stages."""
         rl = self.config.rl
         with watch.stage("contexts"):
-            drawn = self._drawn(number)
-        contexts = [sequence for sequence in drawn if is_context(sequence)][: rl.batch_size]
+            drawn, contexts = self._draw(number)
         starts = [context for context in contexts for _ in range(rl.num_generations)]
         seed = self.config.common.seed
         seeds = [f"{seed}/end {number}/{i}/{k}" for i in range(len(contexts)) for k in range(rl.num_generations)]
@@ -75,19 +74,23 @@ class AnswerSampler(RoundSampler):
         metrics = self.cache.metrics() if self.cache else {}
         return AnswerRound(ends, scored.scored, groups, kept=mixed, extra_metrics=metrics, drawn=drawn)
 
-    def _drawn(self, number: int) -> list[Sequence]:
-        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed.
+    def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
+        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed; and the
+        contexts, at most --batch-size.
 
         Questions are drawn a few times, each time as many as the share of contexts so far makes necessary: episodes
         that are sampled together take hardly longer than one.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
+        contexts: list[Sequence] = []
         questions, seeds = self.order.of_round(number, size)
         attempt = 0
         while True:
-            drawn += sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
-            count = sum(map(is_context, drawn))
+            sampled = sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
+            drawn += sampled
+            contexts += [sequence for sequence in sampled if is_context(sequence)]
+            count = len(contexts)
             most = DRAWS_PER_CONTEXT * size if count else max(DRAWS_PER_CONTEXT * size, LEAST_DRAWS)
             if count >= size or len(drawn) >= most:
                 break
@@ -95,12 +98,12 @@ class AnswerSampler(RoundSampler):
             needed = math.ceil((size - count) * len(drawn) / max(count, 1))
             used = {sequence.question.id for sequence in drawn}
             questions, seeds = self.order.of_refill(number, attempt, min(needed, most - len(drawn)), used)
-        if not count:
+        if not contexts:
             cause = (
                 f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
             )
             raise R3LiteError(cause, "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.")
-        return drawn
+        return drawn, contexts[:size]
 
 
 def is_context(sequence: Sequence) -> bool:

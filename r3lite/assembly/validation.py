@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 
 from r3lite.assembly.rl_round import sample
+from r3lite.core.answer_match import question_key
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.datasets.qa import read_questions
-from r3lite.datasets.splits import question_key
 from r3lite.devices.ranks import Ranks
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever

@@ -56,6 +56,14 @@ def normalize(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
+def question_key(text: str) -> str:
+    """What questions that ask the same have in common: the normalized text, or the text if nothing is left of it.
+
+    It decides whether a question is in two sets of questions. Ids cannot: each file has its own.
+    """
+    return normalize(text) or " ".join(text.split())
+
+
 def rule_of(question: Question) -> Rule:
     """HotpotQA's rule for data sets whose gold paragraphs go by title (HotpotQA, 2Wiki), else MuSiQue's."""
     return "hotpotqa" if question.gold_by == "title" else "musique"

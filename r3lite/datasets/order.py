@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from r3lite.core.answer_match import question_key
 from r3lite.core.episode import Question
-from r3lite.datasets.splits import question_key
 from r3lite.datasets.trajectories import Rows
 
 

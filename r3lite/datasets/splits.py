@@ -6,21 +6,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from r3lite.core.answer_match import normalize
+from r3lite.core.answer_match import question_key
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
 from r3lite.datasets.hub import NAMED
 from r3lite.datasets.qa import read_questions, read_with_rows
 from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettings
-
-
-def question_key(text: str) -> str:
-    """What questions that ask the same have in common: the normalized text, or the text if nothing is left of it.
-
-    It decides whether a question is in two of the parts. Ids cannot: each file has its own.
-    """
-    return normalize(text) or " ".join(text.split())
 
 
 def held_out(data: str, given: str | None) -> str | None:

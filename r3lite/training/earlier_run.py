@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.answer_match import normalize
+from r3lite.core.answer_match import question_key
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
@@ -45,7 +45,7 @@ def settings_of(adapter: str | Path) -> dict[str, Any]:
 
 def question_hash(text: str) -> str:
     """Tells whether a question is known without keeping it; alike for questions that differ in case or punctuation."""
-    return hashlib.sha256(normalize(text).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(question_key(text).encode()).hexdigest()[:DIGITS]
 
 
 def demonstrated(adapter: str | Path) -> set[str]:

@@ -3,10 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 
+from r3lite.core.answer_match import question_key
 from r3lite.core.episode import Question
 from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.order import QuestionOrder, hold_out, ids_by_question, rows_of_step
-from r3lite.datasets.splits import question_key
 from r3lite.datasets.trajectories import Trajectory
 
 
