@@ -57,7 +57,7 @@ class Worker:
                 if job.stopped:
                     self.answering.leave(job.prepared)
             try:
-                ended = self.answering.iterate()
+                finished = self.answering.iterate()
             except Exception:  # whatever it is, the next ones shall be answered
                 traceback.print_exc(file=sys.stderr)
                 for job in self._jobs.values():
@@ -65,12 +65,12 @@ class Worker:
                 self._jobs.clear()
                 self.answering.restart()
                 continue
-            for prepared, answer in ended:
+            for prepared, answer in finished:
                 self._jobs.pop(id(prepared)).put(answer)
         self.answering.close()
 
     def _take(self) -> bool:
-        """Joins the jobs that have come, waiting for one if there is nothing to do; False at the end."""
+        """Joins the jobs that have come, waiting for one if there is nothing to do; returns False at the end."""
         while not self._jobs or not self._incoming.empty():
             job = self._incoming.get()
             if job is None:
