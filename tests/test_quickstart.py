@@ -16,7 +16,7 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     """It did three stages again and stopped at the fourth, with advice that named a flag it does not have."""
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("x")
-    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_: pytest.fail("a stage began"))
+    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_, **__: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
     assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Pass a new folder" in error
