@@ -20,7 +20,6 @@ from r3lite.training.oversight import NO_OVERSIGHT, Collapse, NoOversight, Overs
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import open_span_log
-from r3lite.training.tracking import build_tracker
 
 REHEARSED = ("cuda",)  # device types whose allocator may run out of memory in spite of the plan
 
@@ -127,12 +126,16 @@ def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | met
     """The log of the run's first rank, and its tracker; the other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
-    tracker = build_tracker(
-        run.config.tracking,
-        settings=flat(run.config),
-        output=run.output,
-        done=done,
-    )
+    tracker = metrics.NO_TRACKER
+    if run.config.tracking.track != "none":
+        from r3lite.training.tracking import build_tracker
+
+        tracker = build_tracker(
+            run.config.tracking,
+            settings=flat(run.config),
+            output=run.output,
+            done=done,
+        )
     return metrics.MetricsLog(
         run.output,
         start=done,
