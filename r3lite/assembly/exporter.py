@@ -27,7 +27,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
-from r3lite.training.earlier_run import made_by_run, settings_of
+from r3lite.training.earlier_run import result_of_run, settings_of
 
 TRAINED = "trained"  # the adapter's name
 
@@ -42,7 +42,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     for adapter in settings.adapters:
         check_base(ModelSettings(model=settings.model, adapter=adapter), weights.fingerprint(folder))
     sources = settings.adapters or (None,)  # None: the model itself may be that of a run
-    trained = [place for place in (made_by_run(settings.model, adapter) for adapter in sources) if place]
+    trained = [place for place in (result_of_run(settings.model, adapter) for adapter in sources) if place]
     run = in_common([settings_of(place) for place in trained])
     asked = as_trained(config.protocol, run)
     for adapter in sources:

@@ -40,7 +40,7 @@ from r3lite.rl.losses import (
 from r3lite.settings import RLSettings
 
 
-class Budget(Protocol):
+class UpdateBudget(Protocol):
     """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
 
     metrics: dict[str, float]  # of the last call
@@ -64,7 +64,7 @@ class Learner:
     grant: Grant
     value_head: nn.Module | None = None  # if the algorithm has a critic
     ranks: Ranks = ALONE
-    budget: Budget | None = None
+    budget: UpdateBudget | None = None
     _last_micro_batch: Batch | None = field(default=None, init=False)
 
     def __post_init__(self):

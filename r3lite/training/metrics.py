@@ -122,7 +122,7 @@ def means_by_source(
 
 
 # The metrics of the progress line in order, with their formats; those that a record lacks are left out.
-SHOWN = {
+PROGRESS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "reward": "reward {:.3f}",
@@ -173,7 +173,7 @@ def _plain(value):
 
 def _progress_line(record: dict) -> str:
     parts = []
-    for name, form in SHOWN.items():
+    for name, form in PROGRESS.items():
         if record.get(name) is not None:
             parts.append(form.format(record[name]))
     return "  ".join(parts)
