@@ -45,6 +45,9 @@ class UpdateBudget(Protocol):
 
     metrics: dict[str, float]  # of the last call
 
+    def begin(self, number: int, rollbacks: int) -> None:
+        """Called before round `number`, with the rollbacks that the collapse guard has made so far."""
+
     def accepts(self, kl: float, error: float) -> bool:
         """Decides by the KL and its standard error if an update may be taken; if not, the last one was taken back."""
 
