@@ -19,11 +19,11 @@ def ask(config: AskConfig) -> None:
 
     from r3lite.assembly.answering import build_engine, open_retriever
     from r3lite.assembly.asking import Conversation
-    from r3lite.training.earlier_run import made_by_run
+    from r3lite.training.earlier_run import result_of_run
 
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
-    if made_by_run(config.model.model, config.model.adapter) is None:
+    if result_of_run(config.model.model, config.model.adapter) is None:
         print("warning: without --adapter, the model is not trained on the step format", file=sys.stderr)
     conversation = Conversation(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
     if question is not None:

@@ -27,7 +27,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
-from r3lite.training.earlier_run import made_by_run, settings_of
+from r3lite.training.earlier_run import result_of_run, settings_of
 
 TRAINED = "trained"  # the adapter's name
 REREAD = "written"  # the name of the adapter that is read back
@@ -43,7 +43,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     for adapter in settings.adapters:
         check_base(ModelSettings(model=settings.model, adapter=adapter), weights.fingerprint(folder))
     adapters = settings.adapters or (None,)  # None: the model itself may be that of a run
-    run_folders = [made_by_run(settings.model, adapter) for adapter in adapters]
+    run_folders = [result_of_run(settings.model, adapter) for adapter in adapters]
     runs = [settings_of(run_folder) for run_folder in run_folders if run_folder]
     run = in_common(runs)
     protocol_settings = as_trained(config.protocol, run)
