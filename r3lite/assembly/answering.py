@@ -20,7 +20,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import AnsweringConfig, JudgeSettings, SamplingConfig
 
-MANY = 1000  # questions of a dry run without --limit, which does not count them
+QUESTIONS_OF_DRY_RUN = 1000  # without --limit: a dry run does not count the questions
 
 
 def build_engine(

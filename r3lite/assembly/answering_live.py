@@ -27,7 +27,7 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
-from r3lite.serving.asks import MODES, Answer, Ask, Message, Tell
+from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
 from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
 
@@ -187,7 +187,7 @@ class LiveAnswers:
         """Has it end soon, without an answer."""
         growing.transcript.leaving = True
 
-    def iterate(self) -> list[tuple[Growing, Answer | None]]:
+    def iterate(self) -> list[tuple[Growing, ServedAnswer | None]]:
         """Samples a token of every row; returns the answers that are finished, None for one that has failed."""
         finished = []
         for sequence in self.lanes.iterate():

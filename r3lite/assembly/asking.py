@@ -16,7 +16,7 @@ COLUMNS = 80  # of what is printed, but for the model's own lines
 
 
 @dataclass
-class Conversation:
+class AskSession:
     """A model and a retriever that questions are put to, one after another."""
 
     engine: Engine

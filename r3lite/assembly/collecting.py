@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from r3lite.assembly.answering import build_engine
-from r3lite.assembly.inputs import of_collecting
+from r3lite.assembly.inputs import fingerprints_of_collecting
 from r3lite.core.episode import Episode, Question
 from r3lite.core.files import sweep
 from r3lite.core.invocation import to_toml
@@ -123,5 +123,5 @@ def begin_or_continue(config: CollectConfig, protocol: Protocol, output: Path, e
         output,
         earlier=earlier,
         settings=to_toml(config, "collect"),
-        inputs=of_collecting(config, protocol),
+        inputs=fingerprints_of_collecting(config, protocol),
     )

@@ -17,7 +17,7 @@ from r3lite.rewards.registry import named_rewards
 from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSettings, RetrievalSettings, RewardSettings
 
 
-def of_adapter(model: ModelSettings) -> dict[str, str]:
+def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
     """Returns the fingerprint of the adapter that the run starts from, which is also the reference of a KL
     divergence; nothing without one."""
     if not model.adapter:
@@ -27,11 +27,13 @@ def of_adapter(model: ModelSettings) -> dict[str, str]:
     return {"the adapter of --adapter": content_fingerprint(folder / CONFIG, *files)}
 
 
-def of_rl(
+def fingerprints_of_rl(
     config: PpoConfig, questions: Sequence[Question], held_out: Sequence[Question], protocols: Mapping[str, Protocol]
 ) -> dict[str, str]:
     """Returns the fingerprints of all inputs of a run of RL."""
-    fingerprints = of_adapter(config.model) | of_prompts(config.protocol, protocols) | of_rewards(config.reward)
+    fingerprints = (
+        fingerprint_of_adapter(config.model) | of_prompts(config.protocol, protocols) | of_rewards(config.reward)
+    )
     fingerprints["the paragraphs of the questions"] = of_paragraphs([*questions, *held_out])
     fingerprints |= of_retrieval(config.retrieval)
     if config.judge.judge == "local":
@@ -39,12 +41,12 @@ def of_rl(
     return fingerprints
 
 
-def of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
+def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
     """Returns the fingerprints of all inputs of a run of `collect` that may be continued, but for the questions, of
     which there may be more."""
     fingerprints = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
     if config.collect.source == "self":
-        fingerprints |= of_model("the model of --model", config.model.model) | of_adapter(config.model)
+        fingerprints |= of_model("the model of --model", config.model.model) | fingerprint_of_adapter(config.model)
     return fingerprints
 
 

@@ -14,7 +14,7 @@ from itertools import chain
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
-from r3lite.assembly.inputs import of_rl
+from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
@@ -83,7 +83,7 @@ def build(
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
         adapted["kl_budget"] = budget
-    inputs = ranks.shared(lambda: of_rl(config, questions, held_out, protocols))
+    inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols))
     state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))

@@ -58,7 +58,7 @@ class Stage:
         return [marks for _, marks in read_predictions(self.folder).values()]
 
 
-def teacher(trajectories: Path) -> dict:
+def teacher_scores(trajectories: Path) -> dict:
     """Returns how often the teacher of the cold start answers right, whom SFT imitates."""
     em_scores = []
     f1_scores = []
@@ -188,7 +188,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     stages.append(evaluate(algorithm.upper(), out / algorithm, minutes))
     report(
         stages,
-        taught_by=teacher(trajectories),
+        taught_by=teacher_scores(trajectories),
         out=out,
         minutes=(time.monotonic() - start) / 60,
         config=config,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from r3lite.assembly.inputs import of_adapter
+from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
@@ -57,7 +57,7 @@ class SFTTrainer:
             settings=config.optimizer,
             base_model=config.model.model,
             data=fingerprint([*rows, *held_out]),
-            inputs=self.ranks.shared(lambda: of_adapter(config.model)),
+            inputs=self.ranks.shared(lambda: fingerprint_of_adapter(config.model)),
             facts={
                 "rows": len(rows),
                 "validation_rows": len(held_out),

@@ -26,7 +26,7 @@ class UnknownPath(Exception):
     """A request to a path that a service does not have."""
 
 
-class Service(Protocol):
+class HttpService(Protocol):
     """The answers of a server, whose threads call it at the same time."""
 
     largest: int  # bytes of a request
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
 
-    def __init__(self, service: Service, host: str, port: int, listening: socket.socket | None = None):
+    def __init__(self, service: HttpService, host: str, port: int, listening: socket.socket | None = None):
         """`listening`: a socket that listens at the address already, which the server takes over."""
         self.service = service
         self._answering = set()  # requests under way, by their sockets

@@ -42,7 +42,7 @@ class RetrievalService:
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | None) -> dict:
-        """Returns the reply to a request, as core.http_server.Service says; OSError if the retriever fails."""
+        """Returns the reply to a request, as core.http_server.HttpService says; OSError if the retriever fails."""
         if path == "/retrieve" and request:
             return self._retrieve(request)
         if path == "/rerank" and request and self.rerank:

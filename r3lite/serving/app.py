@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from r3lite.serving.asks import Answer, Refusal
+from r3lite.serving.asks import Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.http import Event, Guard, Text, failure, respond
+from r3lite.serving.http import Event, RequestGuard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
 from r3lite.settings import LimitSettings, ServerSettings
 
@@ -48,7 +48,7 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     # No /docs: its page loads scripts from elsewhere.
     app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(
-        Guard,
+        RequestGuard,
         desk=desk,
         token=token,
         max_body=limits.max_body_kib << 10,
@@ -94,12 +94,12 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
             retry=body.retry,
         )
 
-        def reply(answer: Answer) -> dict[str, Any]:
+        def reply(answer: ServedAnswer) -> dict[str, Any]:
             return {"question": ask.text, **asdict(answer), "conversation": body.conversation}
 
         def texts(event: Event) -> Iterator[str]:
             """Yields an event as JSON; the last one is `done` or `error`."""
-            if isinstance(event, Answer):
+            if isinstance(event, ServedAnswer):
                 event = {"type": "done", "question": ask.text, **asdict(event)}
             elif isinstance(event, Refusal):
                 event = {"type": "error", "code": event.code, "message": event.message}

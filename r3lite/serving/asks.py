@@ -53,7 +53,7 @@ class NumberedPassage:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedAnswer:
     """The end of an ask. `finish` is answered, cut_off or malformed; `why` says why there is no answer."""
 
     final_answer: str
@@ -87,7 +87,7 @@ class Answering(Protocol):
     def leave(self, prepared: Any) -> None:
         """Has it end soon, without an answer."""
 
-    def iterate(self) -> list[tuple[Any, Answer | None]]:
+    def iterate(self) -> list[tuple[Any, ServedAnswer | None]]:
         """Goes on with all of them for a moment; returns those that ended, without an answer if one has failed for a
         reason that concerns no other."""
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Answer, Ask, Message, Refusal
+from r3lite.serving.asks import MODES, Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.routing import route
-from r3lite.serving.worker import Job, Worker
+from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
@@ -120,7 +120,7 @@ class Conversations:
 class Desk:
     """Takes asks in, as far as the limits allow, and follows their answers."""
 
-    def __init__(self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
+    def __init__(self, worker: AnsweringThread, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
         self.worker = worker
         self.limits = limits
         self.clock = clock
@@ -158,7 +158,7 @@ class Desk:
             retry=retry,
         )
 
-    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | Answer, None]:
+    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | ServedAnswer, None]:
         """Yields `{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
@@ -176,10 +176,10 @@ class Desk:
                 event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
                 if event is None:
                     raise Refusal(500, "failed", "Internal error. See the server's log.")
-                if isinstance(event, Answer):
+                if isinstance(event, ServedAnswer):
                     self._remember(ask, event)
                 yield event
-                if isinstance(event, Answer):
+                if isinstance(event, ServedAnswer):
                     return
         except R3LiteError as error:  # of `prepare`
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
@@ -190,7 +190,7 @@ class Desk:
             job.stopped = True
             self.places.free(client)
 
-    def _remember(self, ask: Ask, answer: Answer) -> None:
+    def _remember(self, ask: Ask, answer: ServedAnswer) -> None:
         """Adds the turn to its conversation, if it has one and there is an answer."""
         if answer.final_answer and ask.conversation is not None:
             self.conversations.add(

@@ -15,15 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from r3lite.core.listening import host_of, is_loopback
-from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.asks import Ask, Refusal, ServedAnswer
 from r3lite.serving.desk import Desk
 
 OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
 HEAD_SECONDS = 30.0  # that a client may take to send the head of a request
 BODY_SECONDS = 30.0  # and its body
 
-Event = dict[str, Any] | Answer | Refusal  # the last of an ask is its answer or why there is none
-Events = AsyncGenerator[dict[str, Any] | Answer, None]
+Event = dict[str, Any] | ServedAnswer | Refusal  # the last of an ask is its answer or why there is none
+Events = AsyncGenerator[dict[str, Any] | ServedAnswer, None]
 Texts = Callable[[Event], Iterable[str]]
 
 
@@ -77,7 +77,7 @@ def failure(refusal: Refusal) -> JSONResponse:
     return JSONResponse({"error": error}, refusal.status, headers)
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that refuses, or hands the whole body on."""
 
     def __init__(self, app: ASGIApp, desk: Desk, token: str | None, max_body: int, on_loopback: bool):
@@ -143,7 +143,7 @@ def client_of(scope: Scope) -> str:
 
 
 async def respond(
-    request: Request, desk: Desk, ask: Ask, reply: Callable[[Answer], dict], texts: Texts | None
+    request: Request, desk: Desk, ask: Ask, reply: Callable[[ServedAnswer], dict], texts: Texts | None
 ) -> Response:
     """Returns the response to an ask: with `texts` a stream of these texts of each event, one line each, else the
     `reply`."""
@@ -166,7 +166,7 @@ async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[
             yield refusal
 
 
-async def answer_of(request: Request, events: Events) -> Answer:
+async def answer_of(request: Request, events: Events) -> ServedAnswer:
     """Returns the next event, which is the answer. If the client goes away before, all ends: nobody reads the
     Refusal."""
 

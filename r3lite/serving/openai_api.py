@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from r3lite.core.episode import CUT_OFF
-from r3lite.serving.asks import Answer, Ask, Message, Refusal
+from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Text, respond
 
@@ -199,7 +199,7 @@ class ChatReply:
     with_usage: bool
     sent: str = ""  # of the answer, in chunks
 
-    def completion(self, answer: Answer) -> dict[str, Any]:
+    def completion(self, answer: ServedAnswer) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
         message = {"role": "assistant", "content": answer.final_answer}
         if self.mode != "chat":
@@ -210,7 +210,7 @@ class ChatReply:
     def chunks(self, event: Event) -> Iterator[str]:
         """Yields the chunks of an event: of the start the role, then the text piece by piece, at last the reason of the
         end and `[DONE]`."""
-        if isinstance(event, Answer):
+        if isinstance(event, ServedAnswer):
             yield from self._last_chunks(event)
         elif isinstance(event, Refusal):
             yield json.dumps({"error": {"message": event.message, "type": "server_error", "code": event.code}})
@@ -225,7 +225,7 @@ class ChatReply:
                 self.sent += piece
                 yield self._chunk({"content": piece})
 
-    def _last_chunks(self, answer: Answer) -> Iterator[str]:
+    def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
         unsent = answer.final_answer.removeprefix(self.sent)
         if unsent:
             yield self._chunk({"content": unsent})
@@ -243,12 +243,12 @@ class ChatReply:
         return json.dumps(chunk | (usage or {}))
 
 
-def finish_of(answer: Answer) -> str:
+def finish_of(answer: ServedAnswer) -> str:
     """Returns the reason of the end in the words of OpenAI's API."""
     return "length" if answer.finish == CUT_OFF else "stop"
 
 
-def usage_of(answer: Answer) -> dict[str, int]:
+def usage_of(answer: ServedAnswer) -> dict[str, int]:
     """Returns the numbers of tokens in the words of OpenAI's API."""
     return {
         "prompt_tokens": answer.prompt_tokens,

@@ -8,7 +8,7 @@ from r3lite.core.answer_match import in_a_row, normalize, split_words
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.transcript import Transcript
-from r3lite.serving.asks import Answer, Ask, NumberedPassage, Tell
+from r3lite.serving.asks import Ask, NumberedPassage, ServedAnswer, Tell
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Growing:
         failed = bool(transcript.failure and step.searches and not step.documents)
         self.tell({"type": "step", **record, "documents": passages, "failed": failed})
 
-    def answer(self, why: str) -> Answer:
+    def answer(self, why: str) -> ServedAnswer:
         """Returns the answer; `why` says why there is none. The text of a chat up to where it was cut off is its
         answer."""
         episode = self.transcript.episode()
@@ -61,7 +61,7 @@ class Growing:
             final_answer = self.protocol.parse(trace, ()).answer or ""
         numbers = numbered(episode.documents)
         sampled_tokens = sum(self.transcript.action_mask)
-        return Answer(
+        return ServedAnswer(
             final_answer=final_answer,
             reasoning_trace=trace,
             search_queries=episode.queries,

@@ -11,7 +11,7 @@ import threading
 import traceback
 from typing import Any
 
-from r3lite.serving.asks import Answer, Answering, Ask
+from r3lite.serving.asks import Answering, Ask, ServedAnswer
 
 
 class Job:
@@ -23,15 +23,15 @@ class Job:
         self.stopped = False  # set on the event loop, read on the thread
         self._loop = asyncio.get_running_loop()
         # What happens, then the answer; or None if it ended in an error of ours, which the server's log has.
-        self.events: asyncio.Queue[dict[str, Any] | Answer | None] = asyncio.Queue()
+        self.events: asyncio.Queue[dict[str, Any] | ServedAnswer | None] = asyncio.Queue()
 
-    def put(self, event: dict[str, Any] | Answer | None) -> None:
+    def put(self, event: dict[str, Any] | ServedAnswer | None) -> None:
         """Adds to the events; from the thread."""
         if not self.stopped:
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
-class Worker:
+class AnsweringThread:
     """Answers jobs on a thread of its own, in the order in which they are submitted."""
 
     def __init__(self, answering: Answering):
