@@ -6,7 +6,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.core.spans import Stopwatch
 from r3lite.rollout.vllm import VllmServer
-from r3lite.rollout.wire import Adapter
+from r3lite.rollout.wire import AdapterFiles
 from tests.fake_vllm import FakeVllm
 from tests.sampled_elsewhere import config_of, equal, perturb, sampler_of, trainers_difference
 
@@ -107,8 +107,8 @@ def test_a_vllm_that_does_not_fit_is_refused(cold, tmp_path, vllm, options, told
 
 def test_an_adapter_is_written_beside_the_file_that_a_server_has_mapped(tmp_path):
     """To write over a mapped file would end the server's process with a bus error."""
-    Adapter(b"{}\0weights").write(tmp_path)
+    AdapterFiles(b"{}\0weights").write(tmp_path)
     with open(tmp_path / "adapter_model.safetensors", "rb") as mapped:
-        Adapter(b"{}\0others").write(tmp_path)
+        AdapterFiles(b"{}\0others").write(tmp_path)
         assert mapped.read() == b"weights"
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"others" and len(list(tmp_path.iterdir())) == 2

@@ -7,14 +7,14 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.http_client import Link
 from r3lite.protocols.r3 import R3
-from r3lite.rollout.remote import RemoteEngine, Worker
-from r3lite.rollout.wire import Adapter
+from r3lite.rollout.remote import RemoteEngine, RolloutWorker
+from r3lite.rollout.wire import AdapterFiles
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1000)
 FACTS = {"--model": "toy"}
-ADAPTER = Adapter(b"{}\0weights")
+ADAPTER = AdapterFiles(b"{}\0weights")
 QUESTIONS = [Question(id, f"who is {id}?", ()) for id in "abcd"]
 ANSWER = "Step 1:\nThe problem analysis: known\nThe final answer: "
 SEEDS = list("1234")
@@ -43,7 +43,7 @@ def workers(scripted, running):
     servers = []
     for service in services:
         service.version = ADAPTER.version
-        servers.append(Worker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
+        servers.append(RolloutWorker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
         servers[-1].check()
     remote = RemoteEngine(servers)
     remote.adapter = ADAPTER
