@@ -74,7 +74,7 @@ class Scheduler:
         for row, sequence in enumerate(self.rows):
             question = id(sequence.question)
             first_row = row_of_question.get(question)
-            if first_row is None or not self.rows[known_row].cached:
+            if first_row is None or not self.rows[first_row].cached:
                 row_of_question[question] = row
         for row in row_of_question.values():
             yield row, self.rows[row]
