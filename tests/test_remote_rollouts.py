@@ -82,7 +82,7 @@ def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running)
     begun = [(s, 1) for sequences in rounds for s in sequences if len(s.steps) > 1]
     seeds = [f"again {i}" for i in range(len(begun))]
     assert begun
-    made = sampler.sampler.engine.continue_from(begun, seeds, sampler.sampler.retrieve)
+    made = sampler.engine.continue_from(begun, seeds, sampler.retrieve)
     equal(made, local.engine.continue_from(begun, seeds, local.retrieve))
     assert [s.tokens for s in made] != [s.tokens for s, _ in begun]
 
@@ -165,7 +165,7 @@ def test_a_worker_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, r
     lora.remove_adapter(service.engine.model, service.version)
     service.version = ""
     again = sampler.sample(1, Stopwatch())
-    assert len(again.sequences) == 6 and service.version == sampler.sampler.engine.adapter.version
+    assert len(again.sequences) == 6 and service.version == sampler.engine.adapter.version
 
 
 def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running, monkeypatch):
@@ -173,7 +173,7 @@ def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running,
         sampler_of(config_of(cold, "--rollout-server", "http://127.0.0.1:9"), tmp_path)
     url = running(service_of(cold))
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
-    sampler.sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
+    sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
     with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 does not answer"):
         sampler.sample(1, Stopwatch())
 

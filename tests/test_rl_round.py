@@ -79,6 +79,12 @@ class Scripted:
         self.drawn, self.ends, self.asked = drawn, ends, []
         self.grant = Grant(Memory())
 
+    def begin_round(self, number, retrieve):
+        pass
+
+    def end_round(self, number, retrieve):
+        return {}
+
     def run(self, questions, seeds, retrieve):
         seen = {q.id: iter(self.drawn[q.id]) for q in questions}
         return [sequence(q, "0", next(seen[q.id])) for q in questions]

@@ -31,7 +31,7 @@ def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_pat
     second = sampler.sample(2, Stopwatch()).sequences
     assert trainers_difference(learner, second) < 1e-4
     loads = [line for line in server.log if not line.startswith("complete")]
-    old, new = (f"r3lite-{made.sampler.engine.adapter.version[:16]}" for made in (again, sampler))
+    old, new = (f"r3lite-{made.engine.adapter.version[:16]}" for made in (again, sampler))
     assert loads == [f"load {old}", f"load {new}", f"unload {old}"]
     assert [p.name for p in (tmp_path / "served").iterdir()] == [new]
 
@@ -48,7 +48,7 @@ def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vll
     server, url = vllm()
     sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", f"{url},{vllm()[1]}"), tmp_path)
     sampler.sample(1, Stopwatch())
-    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.sampler.engine.servers[0].name})
+    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.engine.servers[0].name})
     made = sampler.sample(2, Stopwatch())  # elsewhere, for now
     assert made.extra_metrics["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
     assert sampler.sample(3, Stopwatch()).extra_metrics["rollout/moved_episodes"] == 0 and server.loaded

@@ -18,6 +18,7 @@ from r3lite.datasets.sources import protocols_of
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.refill import has_variance
+from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 from r3lite.settings.rl import UNPAID_FOR_ANSWERS
@@ -56,12 +57,14 @@ class AnswerRound(Round):
 class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
+    engine: Engine  # a remote one cannot end an episode again
+
     def __post_init__(self):
         super().__post_init__()
         self.order = replace(self.order, generations=1)  # one whole episode of each question
 
-    def sample(self, number: int, watch: Stopwatch) -> AnswerRound:
-        """Samples and scores round `number`, from 1; `watch` times its stages."""
+    def sample_round(self, number: int, watch: Stopwatch) -> AnswerRound:
+        """Samples and scores the ends of a round's contexts; `watch` times its stages."""
         rl = self.config.rl
         with watch.stage("contexts"):
             drawn, contexts = self._draw(number)

@@ -5,7 +5,7 @@ and scores, `rl/learner.py` updates, with the formulas of a file in `rl/algorith
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,8 +107,8 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
     if config.remote.rollout_server and ranks.size > 1:
         raise UsageError("--rollout-server needs a run in one process: start it without torchrun")
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
-    with ExitStack() as cleanup, RunFolder("ppo", config, output, (EPISODES,), ranks=ranks) as run:
-        trainer, validation = build_trainer(config, run=run, ranks=ranks, cleanup=cleanup)
+    with RunFolder("ppo", config, output, (EPISODES,), ranks=ranks) as run:
+        trainer, validation = build_trainer(config, run=run, ranks=ranks)
         oversight = Oversight(
             run=run,
             state=trainer.state,
@@ -118,7 +118,8 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             validation=validation,
             spans=trainer.spans,
         )
-        completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
+        with closing(trainer.sampler.engine):
+            completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
         if completed and ranks.first:
             outcome = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             adapter = run.output / "adapter"
@@ -126,12 +127,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
 
 
-def build_trainer(
-    config: PpoConfig,
-    run: RunFolder,
-    ranks: Ranks,
-    cleanup: ExitStack,
-) -> tuple[RLTrainer, Validation | None]:
+def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTrainer, Validation | None]:
     """Reads the data of a run and loads its models; returns its trainer, and its validation if it has one."""
     questions = read_questions(config)
     retrieval = retrieval_setup(config, questions)
@@ -185,7 +181,6 @@ def build_trainer(
         from r3lite.assembly import remote_rollouts
 
         sampler = remote_rollouts.build(sampler, learner, state=state, setup=retrieval, output=run.output)
-        cleanup.callback(sampler.sampler.engine.close)
     trainer = RLTrainer(
         config=config,
         total=config.rounds(len(questions)),

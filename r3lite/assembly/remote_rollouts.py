@@ -1,94 +1,51 @@
-"""Rounds of RL whose episodes are sampled on other machines, with the adapter of now or a round ahead.
+"""Rounds of RL whose episodes are sampled on other machines, with the newest adapter or a round ahead.
 
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """
 
-import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from r3lite.assembly.rl_round import Round, RoundSampler
+from r3lite.assembly.rl_round import RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
+from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.listening import TOKEN, bearer
-from r3lite.core.spans import Stopwatch
 from r3lite.core.terminal import say
-from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
 from r3lite.models import weights
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards.judge import Judge
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout, action_states
 from r3lite.rl.learner import Learner
 from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, RolloutWorker
+from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.vllm import VllmServer
-from r3lite.rollout.wire import AdapterFiles
 from r3lite.settings import PpoConfig
 from r3lite.training.state import TrainState
 
 
-@dataclass(frozen=True)
-class RemoteSampler:
-    """Samples the rounds of `sampler`, whose engine is remote; with --max-staleness 1 each while the one before is
-    learned from. The adapter that the coming round is sampled with is then a part of the run's state."""
-
-    sampler: RoundSampler
-    learner: Learner
-    state: TrainState
-
-    @property
-    def judge(self) -> Judge | None:
-        return self.sampler.judge
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.sampler.ranks
-
-    def sample(self, number: int, watch: Stopwatch) -> Round:
-        """Samples and scores a round as RoundSampler.sample does."""
-        engine = self.sampler.engine
-        config = self.sampler.config
-        is_ahead = config.remote.max_staleness > 0
-        if is_ahead and engine.adapter and not engine.ahead:  # resumed, with the adapter that the checkpoint has
-            self._go_ahead(number)
-        with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
-            self.state.save_adapter(Path(folder))
-            engine.adapter = AdapterFiles.read(Path(folder))
-        sampled = self.sampler.sample(number, watch)
-        if self.learner.value_head is not None:
-            with watch.stage("values"):
-                self._value(sampled)
-        if is_ahead and number < config.rounds(len(self.sampler.questions)):
-            self._go_ahead(number + 1)
-        return sampled.with_metrics(engine.metrics())
-
-    def _go_ahead(self, number: int) -> None:
-        """Has round `number` sampled with the adapter that the engine has."""
-        sampler = self.sampler
-        questions, seeds = sampler.order.of_round(number, sampler.config.rl.batch_size)
-        sampler.engine.go_ahead(questions, seeds, sampler.retrieve)
-
-    def _value(self, sampled: Round) -> None:
-        """Gives the episodes the values of the critic, which did not run when they were sampled."""
-        rollouts = []
-        for sequence in sampled.sequences:
-            rollout = Rollout(
-                tokens=sequence.tokens,
-                action_mask=sequence.action_mask,
-                logprobs=sequence.logprobs,
-                values=sequence.values,
-                rewards=[],
-                group=0,
-            )
-            rollouts.append(rollout)
-        batch = Batch.of(rollouts)
-        values = self.learner.grant.attempt("update", state_values, self.learner, batch)
-        for sequence, row_values, mask in zip(sampled.sequences, values, batch.action_mask, strict=True):
-            sequence.values = row_values[mask].tolist()
+def add_values(learner: Learner, sequences: list[Sequence]) -> None:
+    """Gives episodes the values of the critic, which did not run when they were sampled."""
+    rollouts = []
+    for sequence in sequences:
+        rollout = Rollout(
+            tokens=sequence.tokens,
+            action_mask=sequence.action_mask,
+            logprobs=sequence.logprobs,
+            values=sequence.values,
+            rewards=[],
+            group=0,
+        )
+        rollouts.append(rollout)
+    batch = Batch.of(rollouts)
+    values = learner.grant.attempt("update", state_values, learner, batch)
+    for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
+        sequence.values = row_values[mask].tolist()
 
 
 @torch.no_grad()
@@ -130,7 +87,7 @@ def plan(config: PpoConfig) -> str:
     return f"\n\nEpisodes are sampled by {servers} (not contacted now), each round with {adapter}; {correction}"
 
 
-def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path) -> RemoteSampler:
+def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path) -> RoundSampler:
     """Returns a sampler of the same rounds on the servers of the settings, each of which is asked what it is."""
     config = sampler.config
     local = sampler.engine
@@ -159,7 +116,16 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
         else:
             raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
     say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
-    engine = RemoteEngine(servers)
-    if config.remote.max_staleness:
+    is_ahead = config.remote.max_staleness > 0
+    last = config.rounds(len(sampler.questions))
+
+    def draw_ahead(number: int) -> tuple[list[Question], list[str]]:
+        if number > last:
+            return [], []
+        return sampler.order.of_round(number, config.rl.batch_size)
+
+    engine = RemoteEngine(servers, state.save_adapter, draw_ahead=draw_ahead if is_ahead else None)
+    if is_ahead:
         state.parts["rollouts"] = engine
-    return RemoteSampler(replace(sampler, engine=engine), learner, state)
+    has_critic = learner.value_head is not None
+    return replace(sampler, engine=engine, add_values=partial(add_values, learner) if has_critic else None)

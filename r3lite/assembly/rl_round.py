@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Protocol
 
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.core.episode import CUT_OFF, Question, Retrieve
+from r3lite.core.grant import Grant
 from r3lite.core.spans import Stopwatch
 from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
@@ -22,7 +24,6 @@ from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, has_variance, refill
-from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 
@@ -150,18 +151,43 @@ def to_rollout(sequence: Sequence, scored: Scored, group: int, failed_below: flo
     )
 
 
+class RolloutEngine(Protocol):
+    """Samples the episodes of rounds.
+
+    It is a `rollout.engine.Engine` on this machine, or a `rollout.remote.RemoteEngine` on others.
+    """
+
+    grant: Grant
+
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Prepares for the episodes of a round, which are sampled with the weights that the policy now has."""
+
+    def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples one episode per question, each from the random stream of its own seed."""
+
+    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps)."""
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Ends a round, before it is learned from; returns metrics of its sampling."""
+
+    def close(self) -> None:
+        """Ends everything that is under way."""
+
+
 @dataclass
 class RoundSampler:
     """Samples rounds with the current weights. A round depends on them, the seed, its number and the replay buffer."""
 
     config: PpoConfig
     questions: list[Question]  # in the order of their sources, if there are several
-    engine: Engine
+    engine: RolloutEngine
     retrieve: Retrieve
     judge: Judge | None
     guidance: Guidance | None = None  # of algorithms with off-policy episodes
     cache: QueryCache | None = None
     ranks: Ranks = ALONE
+    add_values: Callable[[list[Sequence]], None] | None = None  # of the critic, to episodes sampled where it is not
 
     def __post_init__(self):
         seed = self.config.common.seed
@@ -175,6 +201,16 @@ class RoundSampler:
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Samples and scores round `number`, from 1; `watch` times its stages."""
+        self.engine.begin_round(number, self.retrieve)
+        sampled = self.sample_round(number, watch)
+        if self.add_values:
+            with watch.stage("values"):
+                self.add_values(sampled.sequences)
+        metrics = self.engine.end_round(number, self.retrieve)
+        return sampled.with_metrics(metrics)
+
+    def sample_round(self, number: int, watch: Stopwatch) -> Round:
+        """Samples and scores a round with the weights that the engine has."""
         rl = self.config.rl
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed: list[str] = []
@@ -286,7 +322,7 @@ class RoundSampler:
 
 
 def sample(
-    engine: Engine,
+    engine: RolloutEngine,
     ranks: Ranks,
     run: Callable,
     starts: list,
@@ -326,8 +362,9 @@ def near_misses(sampled: Round) -> list[Expansion]:
     episodes_of_group: Counter[int] = Counter()  # so far
     order = []
     for group, _, origin, steps in sorted(candidates):
-        order.append((has_varied_rewards[group], episodes_of_group[group], origin, steps))
+        rank_in_group = episodes_of_group[group]
         episodes_of_group[group] += 1
+        order.append((has_varied_rewards[group], rank_in_group, origin, steps))
     return [Expansion(origin, steps) for _, _, origin, steps in sorted(order)]
 
 

@@ -45,6 +45,16 @@ class Engine:
     spans: Spans | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
 
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Returns the metrics of a round of RL, of which there are none: all episodes are sampled here."""
+        return {}
+
+    def close(self) -> None:
+        """Does nothing: nothing is under way between two calls."""
+
     def layout_of(self, sequence: Sequence) -> Layout:
         """Returns the layout for the source of a sequence's question."""
         return self.layouts.get(sequence.question.source, self.layout)

@@ -1,15 +1,17 @@
 """Samples on other machines: rollout workers (`python -m r3lite.rollout_worker`), or vLLM (`vllm.py`).
 
 Episodes go to the servers in requests. A server that gives no answer, or a wrong one, is passed over until the next
-call, and what it was to sample is sampled by another one. Knows no rounds.
+call, and its episodes are sampled by another one.
 """
 
 import math
 import sys
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,21 +120,57 @@ class RolloutWorker:
 
 
 class RemoteEngine:
-    """Samples on servers, with the interface of `rollout.engine.Engine`.
+    """Samples the rounds of a run on servers, with the interface of `rollout.engine.Engine`.
 
     Which episodes are one request follows from their number and that of the servers, not from which server is free: in
     fp32 a run is repeated to the bit. As a part of a run's state it keeps the adapter that it samples with.
     """
 
-    def __init__(self, servers: list[Any]):
-        """Takes `RolloutWorker`s and other servers with its attributes and methods."""
+    def __init__(
+        self,
+        servers: list[Any],
+        save_adapter: Callable[[Path], None],
+        draw_ahead: Callable[[int], tuple[list[Question], list[str]]] | None = None,
+    ):
+        """Takes `RolloutWorker`s and other servers with its attributes and methods.
+
+        `save_adapter` writes the policy's adapter into a folder. `draw_ahead(number)` returns the questions and seeds
+        of a round, none after the last one; each round is then sampled while the one before is learned from.
+        """
         self.servers = servers
+        self.save_adapter = save_adapter
+        self.draw_ahead = draw_ahead
         self.grant = Grant(Memory())  # memory is granted where it is sampled
         self.adapter: AdapterFiles | None = None
         self.ahead: tuple[list[str], Future] | None = None  # seeds and sequences of the coming round
         self.counts: Counter[str] = Counter()
         slots = sum(server.slots for server in servers)
         self._pool = ThreadPoolExecutor(slots + 1, thread_name_prefix="rollouts")
+
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Takes over the policy's adapter, with which round `number` is sampled unless it is under way already."""
+        if self.adapter and not self.ahead:  # resumed, with the adapter that the checkpoint has
+            self._go_ahead(number, retrieve)
+        with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
+            self.save_adapter(Path(folder))
+            self.adapter = AdapterFiles.read(Path(folder))
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Has the next round sampled while this one is learned from, if rounds are drawn ahead; returns metrics."""
+        self._go_ahead(number + 1, retrieve)
+        counts = self.counts
+        self.counts = Counter()
+        return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}
+
+    def _go_ahead(self, number: int, retrieve: Retrieve) -> None:
+        """Has a round sampled with the current adapter, until `run` asks for it."""
+        if self.draw_ahead is None:
+            return
+        questions, seeds = self.draw_ahead(number)
+        if questions:
+            tickets = self._tickets(questions, seeds)
+            sequences = self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
+            self.ahead = seeds, sequences
 
     def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
         """Samples as Engine.run does; waits for episodes that are already being sampled ahead."""
@@ -153,23 +191,11 @@ class RemoteEngine:
             tickets.append(ticket)
         return self._sampled(tickets, self.adapter, retrieve)
 
-    def go_ahead(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> None:
-        """Has a round sampled with the current adapter, until `run` asks for it."""
-        tickets = self._tickets(questions, seeds)
-        sequences = self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
-        self.ahead = seeds, sequences
-
     def close(self) -> None:
         """Breaks off what is under way: the program would wait for it."""
         for server in self.servers:
             server.link.calls.end(at_once=True)
         self._pool.shutdown(cancel_futures=True)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call."""
-        counts = self.counts
-        self.counts = Counter()
-        return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}
 
     def state_dict(self) -> dict:
         if self.adapter is None:

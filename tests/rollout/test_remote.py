@@ -45,7 +45,7 @@ def workers(scripted, running):
         service.version = ADAPTER.version
         servers.append(RolloutWorker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
         servers[-1].check()
-    remote = RemoteEngine(servers)
+    remote = RemoteEngine(servers, save_adapter=None)
     remote.adapter = ADAPTER
     yield services[0], remote
     remote.close()
@@ -72,7 +72,7 @@ def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change,
     sequences = remote.run(QUESTIONS, SEEDS, None)
     assert [s.episode().prediction for s in sequences] == [q.id for q in QUESTIONS]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "another server samples" in line]
-    assert bool(warnings) == bool(told) == bool(remote.metrics()["rollout/moved_episodes"])
+    assert bool(warnings) == bool(told) == bool(remote.end_round(1, None)["rollout/moved_episodes"])
     assert all(url in line and told in line for line in warnings), warnings
 
 
