@@ -117,6 +117,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             total=trainer.total,
             validation=validation,
             spans=trainer.spans,
+            penalizes_kl=config.rl.kl_beta > 0,
         )
         with closing(trainer.sampler.engine):
             completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
