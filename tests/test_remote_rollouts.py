@@ -297,7 +297,9 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
     """The prompt of its question, or the first steps of another episode with their log-probabilities."""
 
     def sequence(tokens, actions, logprobs):
-        return Sequence(Question("q", "Who?", ()), tokens, actions, logprobs=logprobs, stream=random.Random(0))
+        return Sequence(
+            Question("q", "Who?", ()), tokens=tokens, action_mask=actions, logprobs=logprobs, stream=random.Random(0)
+        )
 
     begun = sequence([5, 6, 7], [False, True, False], [-0.5])
     wire.check_start(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), begun)

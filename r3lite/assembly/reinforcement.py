@@ -146,7 +146,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     parts: dict[str, Stateful] = {"guard": guard}
     if replay:
         parts["replay"] = replay
-    engine, learner, state = rl_setup.build(
+    engine, learner, state = rl_setup.build_learning(
         config,
         questions,
         held_out=held_out,
@@ -156,7 +156,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         **parts,
     )
     validation = build_validation(config, held_out, engine=engine, retrieve=retrieve, ranks=ranks)
-    guidance = rl_guidance.build(
+    guidance = rl_guidance.build_guidance(
         config,
         questions,
         traces=traces,
@@ -166,7 +166,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         ranks=ranks,
         mean_entropies=learner.mean_entropies,
     )
-    teacher_model = teacher.build(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
+    teacher_model = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
     sampler_type = AnswerSampler if config.rl.learn == "answer" else RoundSampler
     sampler = sampler_type(
         config=config,
@@ -181,7 +181,9 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     if config.remote.rollout_server:
         from r3lite.assembly import remote_rollouts
 
-        sampler = remote_rollouts.build(sampler, learner, state=state, setup=retrieval, output=run.output)
+        sampler = remote_rollouts.build_remote_sampler(
+            sampler, learner, state=state, setup=retrieval, output=run.output
+        )
     trainer = RLTrainer(
         config=config,
         total=config.rounds(len(questions)),

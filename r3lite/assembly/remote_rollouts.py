@@ -31,18 +31,7 @@ from r3lite.training.state import TrainState
 
 def add_values(learner: Learner, sequences: list[Sequence]) -> None:
     """Gives episodes the values of the critic, which did not run when they were sampled."""
-    rollouts = []
-    for sequence in sequences:
-        rollout = Rollout(
-            tokens=sequence.tokens,
-            action_mask=sequence.action_mask,
-            logprobs=sequence.logprobs,
-            values=sequence.values,
-            rewards=[],
-            group=0,
-        )
-        rollouts.append(rollout)
-    batch = Batch.of(rollouts)
+    batch = Batch.of([Rollout(sequence, rewards=[], group=0) for sequence in sequences])
     values = learner.grant.attempt("update", state_values, learner, batch)
     for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
         sequence.values = row_values[mask].tolist()
@@ -87,7 +76,9 @@ def plan(config: PpoConfig) -> str:
     return f"\n\nEpisodes are sampled by {servers} (not contacted now), each round with {adapter}; {correction}"
 
 
-def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path) -> RoundSampler:
+def build_remote_sampler(
+    sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path
+) -> RoundSampler:
     """Returns a sampler of the same rounds on the servers of the settings, each of which is asked what it is."""
     config = sampler.config
     local = sampler.engine

@@ -134,13 +134,7 @@ def _normalized(text: str) -> str:
 
 def _off_policy(row: Row, rewards: Scored) -> Rollout:
     """Returns a trace as an off-policy rollout without a group."""
-    rollout = Rollout.with_final_reward(
-        row.tokens,
-        row.loss_mask,
-        logprobs=None,
-        reward=rewards.total,
-        group=0,
-    )
+    rollout = Rollout.with_final_reward(row, reward=rewards.total, group=0)
     return replace(rollout, off_policy=True, signal=rewards.signal)
 
 
@@ -223,7 +217,7 @@ class Guidance:
         return outcomes
 
 
-def build(
+def build_guidance(
     config: PpoConfig,
     questions: Sequence[Question],
     traces: Sequence[Trajectory],

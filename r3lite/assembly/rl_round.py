@@ -139,10 +139,7 @@ def to_rollout(sequence: Sequence, scored: Scored, group: int, failed_below: flo
     step_rewards = zip(sequence.step_ends, scored.steps)
     rewards = [(end, reward) for end, reward in step_rewards if sequence.action_mask[end]]
     return Rollout(
-        tokens=sequence.tokens,
-        action_mask=sequence.action_mask,
-        logprobs=sequence.logprobs,
-        values=sequence.values,
+        record=sequence,
         rewards=rewards,
         group=group,
         cut_off=sequence.finish == CUT_OFF,

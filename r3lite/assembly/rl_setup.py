@@ -19,6 +19,7 @@ from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_
 from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.devices.ranks import ALONE, Ranks
@@ -47,7 +48,7 @@ MORE_MIXED = "Raise --num-generations or --temperature, pass --refill-limit, or 
 FEW_MIXED = 0.1  # share of the groups: with fewer that mix right and wrong answers a run learns little from answers
 
 
-def build(
+def build_learning(
     config: PpoConfig,
     questions: list[Question],
     held_out: Sequence[Question] = (),
@@ -208,7 +209,8 @@ def _longest_rollouts(learner: Learner) -> list[Rollout]:
     for i in range(workload.step_rows):
         token = 1 + i % (learner.vocabulary - 1)
         tokens = [0] * workload.shared + [token] * different_tokens
-        rollouts.append(Rollout.with_final_reward(tokens, action_mask, logprobs=None, reward=0.0, group=0))
+        record = TokenRecord(tokens=tokens, action_mask=action_mask)
+        rollouts.append(Rollout.with_final_reward(record, reward=0.0, group=0))
     return rollouts
 
 

@@ -166,7 +166,7 @@ def plan_memory(config: RolloutWorkerConfig) -> Plan:
     return answering.plan_memory(config, config.sampling.rollout_batch_size or AT_ONCE)
 
 
-def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutService:
+def build_service(config: RolloutWorkerConfig, token: str | None = None) -> RolloutService:
     """Returns the service of the settings, its model and retriever ready."""
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     plan = plan_memory(config)
@@ -210,7 +210,7 @@ def serve(config: RolloutWorkerConfig) -> None:
     port = config.listen.port
     token = token_of(host)
     with listen(host, port) as listening:  # before the model is loaded, so that a port in use shows at once
-        service = build(config, token)
+        service = build_service(config, token)
         server = Server(service, host, port, listening=listening)
         print(f"rollout worker: {url_of(listening)}, for ppo --rollout-server (Ctrl-C stops)", flush=True)
         with server:

@@ -119,7 +119,7 @@ class SFTTrainer:
         """The summed cross-entropy of the rows' trained tokens, in nats; hidden state t - 1 predicts token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
             full = self.policy.full if torch.is_grad_enabled() else None

@@ -1,37 +1,29 @@
 """The teacher of failed episodes: a model that is loaded in turns with the policy, or a cache of its distributions.
 
-`ppo` makes its batches here, and `collect` writes the cache.
+`ppo` makes its batches here. `teacher_cache.py` writes the cache.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from r3lite.assembly.policy import Policy, check_base, check_lengths, load_frozen, load_policy
+from r3lite.assembly.policy import Policy, check_base, check_lengths, load_frozen
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import folder_fingerprint, sole_writer, sweep
+from r3lite.core.files import folder_fingerprint
 from r3lite.datasets import teacher_logprobs
-from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
-from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
-from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
-from r3lite.devices.live_tensors import MIB
-from r3lite.memory.plan import Plan, make_plan
-from r3lite.memory.workloads import read_workload
+from r3lite.datasets.teacher_logprobs import Lesson
+from r3lite.datasets.trajectories import Row
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
 from r3lite.models.packing import groups, states_before
-from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
-from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
+from r3lite.settings import ModelSettings, PpoConfig, RLSettings
 
 ADAPTER = "teacher"
 
@@ -57,7 +49,7 @@ def top_tokens(
         group_rows = [rows[i] for i in group]
         with policy.precision.autocast():
             tokens = [row.tokens for row in group_rows]
-            masks = [row.loss_mask for row in group_rows]
+            masks = [row.action_mask for row in group_rows]
             hidden, _ = states_before(policy.model, tokens, masks)
             likeliest = top_logprobs(hidden, head, k=min(top, vocabulary), chunk=memory.loss_chunk)
         likeliest = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
@@ -119,7 +111,7 @@ class TeacherInTurns:
         activation_checkpointing.enable(model, grant)
         rows = []
         for tokens, mask in zip(batch.token_rows(), batch.action_mask.tolist(), strict=True):
-            rows.append(Row(tokens, loss_mask=mask[: len(tokens)]))
+            rows.append(Row(tokens=tokens, action_mask=mask[: len(tokens)]))
         return top_tokens(
             Policy(model.eval(), precision, grant),
             vocabulary=self.vocabulary,
@@ -151,25 +143,21 @@ class CachedTeacher:
         if not rollout.failed or lesson is None:
             return rollout
         row = lesson.row
-        prompt_length = rollout.action_mask.index(True)
-        same_prompt = row.tokens[:prompt_length] == rollout.tokens[:prompt_length]
-        if not same_prompt or any(row.loss_mask[:prompt_length]):
+        prompt = rollout.record.first(rollout.record.action_mask.index(True))
+        start = row.first(len(prompt.tokens))
+        if start.tokens != prompt.tokens or any(start.action_mask):
             cause = f"the cached trajectory of question {question} has another prompt than its episodes"
             raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompts and questions.")
-        trajectory = Rollout.with_final_reward(
-            row.tokens,
-            row.loss_mask,
-            logprobs=None,
-            reward=rollout.total,
-            group=rollout.group,
-        )
+        trajectory = Rollout.with_final_reward(row, reward=rollout.total, group=rollout.group)
         return replace(trajectory, failed=True, teacher=lesson.teacher, signal=rollout.signal)
 
 
 Teacher = CachedTeacher | TeacherInTurns
 
 
-def build(config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]) -> Teacher | None:
+def build_teacher(
+    config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]
+) -> Teacher | None:
     """Returns the teacher of the settings; None without one. Raises R3LiteError if it does not fit the policy."""
     rl = config.rl
     if rl.teacher_logprobs:
@@ -217,71 +205,3 @@ def identity(rl: RLSettings) -> str:
         return ""
     folder = weights.resolve_folder(rl.teacher)
     return fingerprint(folder, rl.teacher_adapter, nf4=rl.teacher_quantize == "nf4")
-
-
-def plan_cache(config: CollectConfig, rows: int = 1000) -> Plan:
-    """Returns the memory plan of the teacher alone, which reads `rows` trajectories."""
-    workload = read_workload(config.model, config.lengths.max_length, rows)
-    return make_plan(workload, config.memory)
-
-
-def on_disk(tokens: int, top: int) -> str:
-    """Returns the size of a cache of `tokens` tokens with `top` log-probabilities each, for people."""
-    return f"{tokens * top * teacher_logprobs.TOKEN_BYTES / MIB:,.0f} MiB"
-
-
-def write_cache(config: CollectConfig) -> None:
-    """Writes a teacher's distributions along trajectories; goes on after the parts that an earlier run wrote."""
-    data = config.data
-    top = config.cache.teacher_top
-    folder = Path(config.cache.teacher_logprobs)
-    with sole_writer(folder):
-        base = weights.resolve_folder(config.model.model)
-        protocol = build_protocol(config.protocol)
-        tokenizer = Tokenizer.load(base, config.model.thinking)
-        trajectories = read_rows(data.data, protocol, limit=data.limit, skip_bad_rows=data.skip_bad_rows)
-        questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, config.lengths))
-        plan = plan_cache(config, len(rows))
-        origin = Origin(
-            teacher=fingerprint(base, config.model.adapter, nf4=plan.memory.nf4),
-            tokenizer=tokenizer.fingerprint,
-            trajectories=rows_fingerprint(rows),
-            top=str(top),
-        )
-        sweep(folder)
-        parts_done = teacher_logprobs.parts_done(folder, origin)
-        token_count = sum(row.loss_tokens for row in rows)
-        print(f"{len(rows)} trajectories, {token_count:,} tokens: {on_disk(token_count, top)} on disk")
-        if parts_done * PART < len(rows):
-            policy = load_policy(base, config.model, memory=config.memory, plan=plan)
-            policy.model.eval()
-            rows_done = parts_done * PART
-            bar = tqdm(total=len(rows), initial=rows_done, desc="teacher", unit="trajectory", disable=None)
-            for number in range(parts_done, math.ceil(len(rows) / PART)):
-                part = rows[number * PART : (number + 1) * PART]
-                distributions = top_tokens(policy, vocabulary=tokenizer.size, top=top, rows=part)
-                teacher_logprobs.write_part(folder, number, origin=origin, rows=part, teacher=distributions)
-                bar.update(len(part))
-            bar.close()
-        teacher_logprobs.finish(folder, origin, questions)
-    print(f"written to {folder}")
-
-
-def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
-    """Returns the ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
-    if any(isinstance(row, Conversation) for row in trajectories):
-        raise R3LiteError("--data has conversations", "Pass trajectories, which have steps, to --teacher-logprobs.")
-    questions = []
-    rows = []
-    for trajectory in trajectories:
-        row = encode_row(trajectory, layout)
-        if row:
-            questions.append(trajectory.id)
-            rows.append(row)
-    left_out = len(trajectories) - len(rows)
-    if left_out:
-        longest = layout.lengths.max_length
-        print(f"left out {left_out} of {len(trajectories)} trajectories, longer than {longest} tokens", file=sys.stderr)
-    if not rows:
-        raise R3LiteError("no trajectory fits", "Raise --max-length.")
-    return questions, rows

@@ -1,4 +1,4 @@
-"""One episode while it is sampled: its transcript, with log-probabilities and values of the action tokens."""
+"""One episode while it is sampled: its transcript, its random stream and its place in the cache."""
 
 import random
 from collections.abc import Callable
@@ -29,11 +29,12 @@ class Listener:
 
 @dataclass
 class Sequence(Transcript):
-    """A transcript whose N action tokens are sampled."""
+    """A transcript whose actions are sampled.
+
+    `logprobs` are of the temperature-scaled, untruncated distribution; `values` are 0 without a critic.
+    """
 
     stream: random.Random = field(kw_only=True)  # of this sequence alone: one uniform number per sampled token
-    logprobs: list[float] = field(default_factory=list)  # [N] of the temperature-scaled, untruncated distribution
-    values: list[float] = field(default_factory=list)  # [N] of the states before the action tokens; 0 without a critic
     may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
     cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
@@ -64,17 +65,14 @@ class Sequence(Transcript):
         """
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
-        action_count = sum(self.action_mask[:turn_start])
+        prefix = self.first(turn_start)
         return Sequence(
             self.question,
-            tokens=self.tokens[:turn_start],
-            action_mask=self.action_mask[:turn_start],
+            **vars(prefix),
             steps=self.steps[:steps],
             step_ends=self.step_ends[:steps],
             turn_start=turn_start,
             stream=stream,
-            logprobs=self.logprobs[:action_count],
-            values=self.values[:action_count],
             place=self.place,
         )
 

@@ -218,13 +218,9 @@ def sequence_from_json(record: Record, question: Question, limits: EpisodeLimits
 
 def check_start(sequence: Sequence, start: Sequence) -> None:
     """Raises InvalidRecord unless a sequence goes on from `start`: the prompt of its question, or its first steps."""
-    length = len(start.tokens)
-    goes_on = (
-        sequence.tokens[:length] == start.tokens
-        and sequence.action_mask[:length] == start.action_mask
-        and sequence.logprobs[: len(start.logprobs)] == start.logprobs
-    )
-    if not goes_on:
+    prefix = sequence.first(len(start.tokens))
+    same_tokens = prefix.tokens == start.tokens and prefix.action_mask == start.action_mask
+    if not same_tokens or prefix.logprobs != start.logprobs:
         raise InvalidRecord(f"an episode does not begin as question {sequence.question.id} does")
 
 
