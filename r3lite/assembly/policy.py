@@ -36,7 +36,7 @@ from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, MODEL
-from r3lite.training.earlier_run import made_by_run, settings_of
+from r3lite.training.earlier_run import result_of_run, settings_of
 from r3lite.training.state import Stateful, TrainState
 
 # Names of the adapters.
@@ -192,7 +192,7 @@ def _train_adapter(
     if training.critic_learning_rate is not None:
         critic = ValueHead(model.config.hidden_size).to(precision.device)
         parameters = {f"value_head.{name}": parameter for name, parameter in critic.named_parameters()}
-        groups.append(optim.Group(parameters, training.critic_learning_rate, is_policy=False))
+        groups.append(optim.ParameterGroup(parameters, training.critic_learning_rate, is_policy=False))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
     grant = ShrinkingGrant(plan, optimizer, training.ranks)
     activation_checkpointing.enable(model, grant)
@@ -239,19 +239,19 @@ def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Trai
     )
 
 
-def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.Group]:
+def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.ParameterGroup]:
     """Returns an adapter's parameters by their learning rates: one for all, or a larger one for the matrices B with
     LoRA+ (arXiv 2402.12354)."""
     rate = settings.learning_rate
     ratio = settings.lora_plus_ratio
     if ratio == 1:
-        return [optim.Group(parameters, rate)]
+        return [optim.ParameterGroup(parameters, rate)]
     matrices_a: dict[str, nn.Parameter] = {}
     matrices_b: dict[str, nn.Parameter] = {}
     for name, parameter in parameters.items():
         matrices = matrices_b if ".lora_B." in name else matrices_a
         matrices[name] = parameter
-    return [optim.Group(matrices_a, rate), optim.Group(matrices_b, ratio * rate)]
+    return [optim.ParameterGroup(matrices_a, rate), optim.ParameterGroup(matrices_b, ratio * rate)]
 
 
 def check_lengths(folder: Path, ids: int, longest: int) -> None:
@@ -284,7 +284,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
     the settings of a command have, as far as its run folder says."""
     settings = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
-    trained = made_by_run(settings["model"], adapter)
+    trained = result_of_run(settings["model"], adapter)
     recorded = settings_of(trained) if trained is not None else {}
     if not recorded:
         return

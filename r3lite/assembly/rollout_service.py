@@ -107,7 +107,7 @@ class RolloutService:
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
-        """Returns the reply to a request, as core.http_server.Service says."""
+        """Returns the reply to a request, as core.http_server.HttpService says."""
         if path == "/version":
             return {
                 "r3lite": r3lite.__version__,
