@@ -44,7 +44,7 @@ def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     engine, learner, state = rl_setup.build_learning(config, questions)
     sampler = RoundSampler(config, questions, engine, build_retriever(setup), None)
     if elsewhere:
-        sampler = remote_rollouts.build_remote_sampler(sampler, learner, state, setup, output)
+        sampler = remote_rollouts.build_remote_sampler(sampler, engine, learner, state, setup, output)
     return sampler, learner, state
 
 

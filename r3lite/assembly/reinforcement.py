@@ -182,7 +182,12 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         from r3lite.assembly import remote_rollouts
 
         sampler = remote_rollouts.build_remote_sampler(
-            sampler, learner, state=state, setup=retrieval, output=run.output
+            sampler,
+            local=engine,
+            learner=learner,
+            state=state,
+            setup=retrieval,
+            output=run.output,
         )
     trainer = RLTrainer(
         config=config,

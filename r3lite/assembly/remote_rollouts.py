@@ -22,6 +22,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout, action_states
 from r3lite.rl.learner import Learner
+from r3lite.rollout.engine import Engine
 from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, RolloutWorker
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.vllm import VllmServer
@@ -77,11 +78,15 @@ def plan(config: PpoConfig) -> str:
 
 
 def build_remote_sampler(
-    sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path
+    sampler: RoundSampler,
+    local: Engine,
+    learner: Learner,
+    state: TrainState,
+    setup: Setup,
+    output: Path,
 ) -> RoundSampler:
-    """Returns a sampler of the same rounds on the servers of the settings, each of which is asked what it is."""
+    """Returns a sampler of the same rounds on the servers of the settings, in place of the `local` engine."""
     config = sampler.config
-    local = sampler.engine
     facts = facts_of(
         config,
         base=weights.fingerprint(weights.resolve_folder(config.model.model)),
@@ -89,23 +94,7 @@ def build_remote_sampler(
         layouts=local.layouts,
         setup=setup,
     )
-    headers = bearer(TOKEN)
-    servers = []
-    for url in config.remote.rollout_server:
-        link = Link(
-            url.rstrip("/"),
-            remedy=REMEDY,
-            seconds=config.remote.rollout_timeout,
-            most=LARGEST,
-            headers=headers,
-        )
-        version = link.ask("/version", None, server="a rollout server", read=lambda reply: reply)
-        if "r3lite" in version:
-            servers.append(RolloutWorker(link, facts, local.layout_of))
-        elif "version" in version:
-            servers.append(VllmServer(link, config, layout_of=local.layout_of, output=output))
-        else:
-            raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
+    servers = [_server(url, config, facts=facts, local=local, output=output) for url in config.remote.rollout_server]
     say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
     is_ahead = config.remote.max_staleness > 0
     last = config.rounds(len(sampler.questions))
@@ -120,3 +109,26 @@ def build_remote_sampler(
         state.parts["rollouts"] = engine
     has_critic = learner.value_head is not None
     return replace(sampler, engine=engine, add_values=partial(add_values, learner) if has_critic else None)
+
+
+def _server(
+    url: str,
+    config: PpoConfig,
+    facts: dict[str, str],
+    local: Engine,
+    output: Path,
+) -> RolloutWorker | VllmServer:
+    """Asks a server what it is; raises R3LiteError if it is neither a rollout worker nor vLLM."""
+    link = Link(
+        url.rstrip("/"),
+        remedy=REMEDY,
+        seconds=config.remote.rollout_timeout,
+        most=LARGEST,
+        headers=bearer(TOKEN),
+    )
+    version = link.ask("/version", None, server="a rollout server", read=lambda reply: reply)
+    if "r3lite" in version:
+        return RolloutWorker(link, facts, local.layout_of)
+    if "version" in version:
+        return VllmServer(link, config, layout_of=local.layout_of, output=output)
+    raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
