@@ -123,7 +123,7 @@ def probe(config: PpoConfig, options: Options) -> dict:
     searching = [question for question in questions if protocols[question.source].searches] or questions
     setup = Setup(config.retrieval, searching, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
-    engine, learner, state = rl_setup.build(config, questions)
+    engine, learner, state = rl_setup.build_learning(config, questions)
     run = described(config, learner.precision)
     drawn = draw(questions, options.questions, config.common.seed)
     start = time.monotonic()
@@ -209,7 +209,7 @@ def answer_of(episode: Episode) -> Answer | None:
 
 def group_of(sequences: Sequence[SampledSequence], answers: Sequence[Answer], number: int) -> Group:
     """The episodes of a question with their rewards; recall is 0 for all if the question has no gold paragraphs."""
-    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], number) for s in sequences]
+    rollouts = [Rollout(s, [], number) for s in sequences]
     em = [answer.em for answer in answers]
     recall = [answer.recall or 0.0 for answer in answers]
     return Group(rollouts, {"em": em, "recall": recall})
@@ -233,7 +233,7 @@ def group_gradient(
         return None
     rewarded = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        last = len(rollout.action_mask) - 1 - rollout.action_mask[::-1].index(True)
+        last = len(rollout.record.action_mask) - 1 - rollout.record.action_mask[::-1].index(True)
         rewarded.append(replace(rollout, rewards=[(last, reward)]))
     batch = learner.algorithm.with_advantages(Batch.of(rewarded))
     for parameter in parameters:

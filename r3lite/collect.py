@@ -18,9 +18,9 @@ def run(config: CollectConfig) -> None:
     if config.cache.teacher_logprobs is None:
         write_trajectories(config)
         return
-    from r3lite.assembly import teacher  # after the arguments are read: torch takes seconds to load
+    from r3lite.assembly import teacher_cache  # after the arguments are read: torch takes seconds to load
 
-    teacher.write_cache(config)
+    teacher_cache.write_cache(config)
 
 
 def plan(config: CollectConfig) -> str:
@@ -33,10 +33,10 @@ def plan(config: CollectConfig) -> str:
 
         episodes = (config.data.limit or QUESTIONS_OF_DRY_RUN) * config.collect.num_generations
         return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
-    from r3lite.assembly import teacher
+    from r3lite.assembly import teacher_cache
 
-    message = f"\nMemory, for trajectories of {length} tokens\n{teacher.plan_cache(config).table()}\n\n"
-    most = teacher.on_disk(1000 * length, config.cache.teacher_top)
+    message = f"\nMemory, for trajectories of {length} tokens\n{teacher_cache.plan_memory(config).table()}\n\n"
+    most = teacher_cache.size_on_disk(1000 * length, config.cache.teacher_top)
     return f"{message}on disk: at most {most} for 1,000 trajectories, if every token has loss"
 
 

@@ -145,7 +145,7 @@ class SFTTrainer:
         token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad = None
             if self.policy.full and torch.is_grad_enabled():
                 head_grad = self.policy.full.head_gradient()[: self.vocabulary]

@@ -70,7 +70,7 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
 def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
     tensors = {"sizes": torch.tensor([len(row.tokens) for row in rows])}
     tensors["tokens"] = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
-    tensors["loss_mask"] = torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool)
+    tensors["loss_mask"] = torch.tensor([flag for row in rows for flag in row.action_mask], dtype=torch.bool)
     tensors |= {part: torch.cat([getattr(of_row, part) for of_row in teacher]) for part in ("ids", "logprobs")}
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
@@ -119,6 +119,6 @@ def _read_part(path: Path) -> list[Lesson]:
     kept = read_tensors(path, GO_ON)
     sizes = kept["sizes"].tolist()
     pairs = zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
-    rows = [Row(tokens.tolist(), mask.tolist()) for tokens, mask in pairs]
+    rows = [Row(tokens=tokens.tolist(), action_mask=mask.tolist()) for tokens, mask in pairs]
     teacher = TopTokens(kept["ids"], kept["logprobs"]).split([row.loss_tokens for row in rows])
     return [Lesson(row, of_row) for row, of_row in zip(rows, teacher, strict=True)]

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
 from r3lite.datasets.rows import converted_rows
 from r3lite.models.packing import common_prefix
@@ -49,19 +50,17 @@ Example = Trajectory | Conversation
 Rows = dict[str, list[Example]]  # by the names of their sources
 
 
-@dataclass
-class Row:
-    """Token ids of a row, and which of them have loss."""
+@dataclass(kw_only=True)
+class Row(TokenRecord):
+    """The tokens of a row, of which the actions have loss."""
 
-    tokens: list[int]
-    loss_mask: list[bool]
     shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
     source: str = ""  # the name of the source that it is from, if there are several
 
     @property
     def loss_tokens(self) -> int:
         """How many tokens have loss. The first token of a row has none before it that could predict it."""
-        return sum(self.loss_mask[1:])
+        return sum(self.action_mask[1:])
 
 
 def read_rows(
@@ -188,15 +187,19 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
     if isinstance(row, Conversation):
         with _named(row):
             if row.has_tools:
-                tokens, loss_mask = tool_chat(layout.tokenizer, row.messages, row.tools)
+                tokens, mask = tool_chat(layout.tokenizer, row.messages, row.tools)
             else:
-                tokens, loss_mask = layout.tokenizer.chat(row.messages)
-        return Row(tokens, loss_mask) if len(tokens) <= lengths.max_length else None
+                tokens, mask = layout.tokenizer.chat(row.messages)
+        return Row(tokens=tokens, action_mask=mask) if len(tokens) <= lengths.max_length else None
     question, limit = Question(row.id, row.question, row.answers), lengths.max_document_tokens
     while True:
         transcript = layout.lay_out(question, row.steps, limit)
         if len(transcript.tokens) <= lengths.max_length:
-            return Row(transcript.tokens, transcript.action_mask, shortened=limit < lengths.max_document_tokens)
+            return Row(
+                tokens=transcript.tokens,
+                action_mask=transcript.action_mask,
+                shortened=limit < lengths.max_document_tokens,
+            )
         limit //= 2
         if limit < LEAST_DOCUMENT:
             return None
@@ -220,7 +223,7 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
         print(f"{where}left out {skipped} of {len(rows)} rows, longer than {max_length} tokens", file=sys.stderr)
     if not kept:
         raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.")
-    assert all(any(row.loss_mask) for row in kept)
+    assert all(any(row.action_mask) for row in kept)
     return kept
 
 
@@ -238,5 +241,5 @@ def fingerprint(rows: Sequence[Row]) -> str:
     """CRC-32 of tokens and masks, so that a run is not resumed on other data under the same name."""
     value = 0
     for row in rows:
-        value = zlib.crc32(repr((row.tokens, row.loss_mask)).encode(), value)
+        value = zlib.crc32(repr((row.tokens, row.action_mask)).encode(), value)
     return f"{value:08x}"

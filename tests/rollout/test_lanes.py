@@ -61,7 +61,7 @@ def visitor(layout):
 def run(lanes):
     """The sequences in the order in which they ended."""
     ended = []
-    while lanes.inside:
+    while lanes.visitors:
         ended += lanes.iterate()
     return ended
 
@@ -244,4 +244,4 @@ def test_who_asks_again_what_had_no_numbers_is_told_again(lanes_of, visitor, mod
         lanes.join(sequence)
     for _ in range(3):
         lanes.iterate()
-    assert all(sequence.error for sequence in twice) and not lanes.inside
+    assert all(sequence.error for sequence in twice) and not lanes.visitors
