@@ -1,5 +1,6 @@
-"""Rounds of RL sampled by two workers, one of which is killed at times, over links that are slow or break: the `workers`
-of `bench.stress.soak`.
+"""Rounds of RL sampled by two workers, one of which is killed at times, over links that are slow or break.
+
+These are the `workers` of `bench.stress.soak`.
 
 Each trouble waits until both workers have answered again, since a run ends when it has no server left. A first run of a
 tenth of the rounds has no trouble: the same rounds of the troubled run must have the same episodes, to the letter.
