@@ -56,7 +56,13 @@ def show_match(config: ProceduresConfig) -> None:
     from r3lite.retrieval.setup import Setup
 
     given = config.file
-    setup = Setup(RetrievalSettings(given.encoder, given.encoder_style, given.encoder_dtype), [])
+    settings = RetrievalSettings(
+        encoder=given.encoder,
+        encoder_style=given.encoder_style,
+        encoder_dtype=given.encoder_dtype,
+        retriever="none",
+    )
+    setup = Setup(settings, questions=[])
     finder = open_finder(config.procedures, lambda: setup.encoder)
     scores = finder.scores(given.match)
     cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]

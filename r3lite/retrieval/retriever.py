@@ -41,7 +41,7 @@ def build_retriever(setup: Setup) -> Retrieve:
         return default
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
-        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, like=setup))
+        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
     return Routes(default, by_kind)
 
 

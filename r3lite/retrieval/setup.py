@@ -32,6 +32,7 @@ ORDERS = {
     ">": operator.gt,
     "<": operator.lt,
 }
+VECTOR_RETRIEVERS = ("semantic", "hybrid")  # of --retriever
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ class Setup:
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
     gives_up: bool = True  # if a retriever that fails at query after query ends the run
-    like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
+    default: "Setup | None" = None  # of the retriever of all other sources: its reranker, encoder and cache are shared
+
+    @property
+    def searches_vectors(self) -> bool:
+        """True if the retriever searches the vectors of `index`: its encoder is then that of the index."""
+        return self.settings.retriever in VECTOR_RETRIEVERS
 
     @cached_property
     def documents(self) -> Sequence[Document]:
@@ -74,9 +80,8 @@ class Setup:
             encoder = make_encoder(settings, self.documents)
             return index.build(self._cached(encoder), self.documents)
         loaded_encoder = None
-        # Only a retriever with vectors has read its own index by then.
-        if self.like and "index" in self.like.__dict__:
-            loaded_encoder = self.like.index.encoder
+        if self.default and self.default.searches_vectors:
+            loaded_encoder = self.default.index.encoder
         opened = index.load(Path(settings.index), settings, loaded_encoder=loaded_encoder)
         self._checked(opened.documents)
         if settings.filter:
@@ -88,18 +93,18 @@ class Setup:
         """Returns the encoder of queries to passages elsewhere; None for hashing, which is made for a corpus."""
         if self.settings.encoder == HASHING:
             return None
-        if "index" in self.__dict__:
+        if self.searches_vectors:
             return self.index.encoder
-        if self.like:
-            return self.like.encoder
+        if self.default:
+            return self.default.encoder
         return self._cached(make_encoder(self.settings, []))
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
         """Returns the cache of --query-cache, or None."""
         settings = self.settings
-        if self.like:
-            return self.like.query_cache
+        if self.default:
+            return self.default.query_cache
         if not settings.query_cache:
             return None
         return QueryCache(settings.query_cache, settings.query_cache_mib)
@@ -121,8 +126,8 @@ class Setup:
     @cached_property
     def reranker(self) -> Reranker:
         """Returns the cross-encoder of --rerank, here or on a server."""
-        if self.like:
-            return self.like.reranker
+        if self.default:
+            return self.default.reranker
         name = self.settings.rerank
         if "://" in name:
             from r3lite.retrieval.remote import RemoteReranker
