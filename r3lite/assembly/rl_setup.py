@@ -225,5 +225,5 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config, shared, config.rounds(questions), critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
+        off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
     )  # fmt: skip
