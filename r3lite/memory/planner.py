@@ -297,7 +297,8 @@ def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
     loss_tokens = tokens - w.shared if w.episodes else tokens  # episodes share their prompt alone
-    return _Pass(tokens, loss_tokens, rows * w.shared)
+    shared_keys = rows * w.shared if rows > 1 else 0  # a row alone attends to its own keys
+    return _Pass(tokens, loss_tokens, shared_keys)
 
 
 def _score(w: Workload, memory: Memory) -> Parts:
