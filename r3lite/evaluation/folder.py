@@ -59,7 +59,8 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
     check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
     marks_a, marks_b = paired(predictions_a, predictions_b)
     n = len(countable([marks_a, marks_b]))
-    comparison = {"n": n, "a": a, "b": b, "metrics": compare(marks_a, marks_b, seed)}
+    metrics = compare(marks_a, marks_b, seed)
+    comparison = {"n": n, "a": a, "b": b, "metrics": metrics}
     if n < len(marks_a):
         comparison["retrieval_failures"] = len(marks_a) - n
     return comparison
@@ -127,7 +128,11 @@ def question_sets(pairs: Sequence[tuple[str, str]]) -> list[QuestionSet]:
     return sets
 
 
-def _set_of(path: str, questions: tuple[tuple[str, str], ...], sets: list[QuestionSet]) -> QuestionSet | None:
+def _set_of(
+    path: str,
+    questions: tuple[tuple[str, str], ...],
+    sets: list[QuestionSet],
+) -> QuestionSet | None:
     """Returns the set of the same questions, in any order; None if no set has any of them.
 
     Raises R3LiteError if a set has some, but not all.

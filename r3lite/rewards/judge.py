@@ -46,7 +46,8 @@ def read_verdict(data: Any, episode: Episode) -> Verdict:
     step_count = len(episode.steps)
     if numbers != list(range(1, step_count + 1)):
         raise grade.error(f"the steps are {shown(numbers)}; they must be 1 to {step_count}, in order")
-    opinions = [_opinion(entry, step) for entry, step in zip(entries, episode.steps, strict=True)]
+    pairs = zip(entries, episode.steps, strict=True)
+    opinions = [_opinion(entry, step) for entry, step in pairs]
     is_right = grade.flag("answer_is_right") and bool(episode.prediction)
     return Verdict(is_right, tuple(opinions))
 
@@ -109,7 +110,11 @@ class Judge:
         self._latest: deque[Reply] = deque(maxlen=WINDOW)
         self._has_succeeded = False  # True also once a verdict came from the cache
 
-    def verdicts(self, episodes: list[Episode], progress: str | None = None) -> list[Verdict | None]:
+    def verdicts(
+        self,
+        episodes: list[Episode],
+        progress: str | None = None,
+    ) -> list[Verdict | None]:
         """Returns one verdict per episode, None if the call failed; `progress` names a progress bar.
 
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
@@ -139,12 +144,14 @@ class Judge:
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
             raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
-        self._has_succeeded |= reply.failure is None
+        if reply.failure is None:
+            self._has_succeeded = True
         if reply.cached:
             return
         self._latest.append(reply)
         self._replies += 1
-        self._failed += reply.failure is not None
+        if reply.failure is not None:
+            self._failed += 1
         failed = [latest.failure is not None for latest in self._latest]
         row_failed = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
         most_failed = len(failed) >= ENOUGH and sum(failed) > len(failed) / 2

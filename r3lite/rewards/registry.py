@@ -152,7 +152,9 @@ class NamedReward:
 
 def _are_rewards(values: list, step_count: int) -> bool:
     """Returns True if there is one number per step that can be learned from."""
-    return len(values) == step_count and all(isinstance(value, Real) and abs(value) <= MOST for value in values)
+    if len(values) != step_count:
+        return False
+    return all(isinstance(value, Real) and abs(value) <= MOST for value in values)
 
 
 def rewards_of(settings: RewardSettings) -> list[NamedReward]:
@@ -190,7 +192,8 @@ def _named(entry: RewardEntry) -> NamedReward:
         taken = list(inspect.signature(function).parameters.values())[1:]  # without the episode
     except (TypeError, ValueError):  # not callable, or written in C
         raise UsageError(f"the reward {name} is {shown(function)}, not a function of an episode") from None
-    settable = {p.name: p.default for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    settable = {parameter.name: parameter.default for parameter in taken if parameter.kind in by_keyword}
     takes_verdict = VERDICT in settable
     settable.pop(VERDICT, None)
     parameters = {key: value for key, value in entry.items() if key not in ("name", "weight", FIRST_WEIGHT)}

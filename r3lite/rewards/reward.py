@@ -76,7 +76,11 @@ def outcome_share(scored: Scored, settings: RewardSettings) -> float:
     return scored.parts["outcome"] / most_for_answer(settings)
 
 
-def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
+def score(
+    episode: Episode,
+    settings: RewardSettings,
+    verdict: Verdict | None = None,
+) -> Scored | None:
     """Returns the rewards of an episode: each step's is the sum over the rewards of the settings.
 
     These are `format`, `process`, `search` and `outcome` (parts.py), and each of `rewards`, at the steps that its
@@ -108,11 +112,16 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     return Scored(steps, parts, answer)
 
 
-def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:
+def score_all(
+    episodes: list[Episode],
+    settings: RewardSettings,
+    judge: Judge | None,
+) -> list[Scored | None]:
     """Returns the rewards of each episode, by the judge's verdicts if there is a judge; None: a missing one, see
     `score`."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
-    scored = [score(episode, settings, verdict) for episode, verdict in zip(episodes, verdicts, strict=True)]
+    pairs = zip(episodes, verdicts, strict=True)
+    scored = [score(episode, settings, verdict) for episode, verdict in pairs]
     if not any(scored):
         questions = {episode.question.id for episode in episodes}
         if len(questions) >= MANY:
@@ -120,7 +129,11 @@ def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | 
     return scored
 
 
-def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | None], settings: RewardSettings) -> None:
+def _refuse_always_missing(
+    episodes: list[Episode],
+    verdicts: list[Verdict | None],
+    settings: RewardSettings,
+) -> None:
     """Raises R3LiteError if a named reward is missing for all episodes: a run would go on without learning anything."""
     with_verdict = needs_verdict(settings)
     pairs = []
