@@ -81,7 +81,7 @@ def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     """Of each evaluation, by name, how it compares with the first one that answered the same questions."""
     from r3lite.evaluation.comparisons import compare
-    from r3lite.evaluation.folder import paired, predictions_of
+    from r3lite.evaluation.folder import paired_marks, predictions_of
 
     found: dict[str, tuple[str, dict]] = {}
     firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
@@ -94,7 +94,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
         if first is run:
             continue
         try:
-            found[run.name] = first.name, compare(*paired(theirs, predictions))
+            found[run.name] = first.name, compare(*paired_marks(theirs, predictions))
         except R3LiteError as error:  # as when the retriever failed throughout
             run.notes.append(error.cause)
     return found

@@ -27,8 +27,8 @@ from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards.judge import build_judge, note_on
-from r3lite.rewards.registry import SEARCHING, named_rewards, weights_change_at
+from r3lite.rewards.judge import build_judge, missing_verdicts_note
+from r3lite.rewards.registry import SEARCH_REWARDS, named_rewards, weights_change_at
 from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
@@ -124,7 +124,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         if completed and ranks.first:
             outcome = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             adapter = run.output / "adapter"
-            answers = f"answers: {trainer.episodes_file}{note_on(trainer.sampler.judge)}"
+            answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.sampler.judge)}"
             print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
 
 
@@ -257,7 +257,7 @@ def check_searches(config: PpoConfig) -> None:
         raise UsageError(f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}")
     if any(protocol.searches for protocol in protocols_in_use):
         return
-    searching_rewards = [reward.name for reward in rewards if reward.function in SEARCHING]
+    searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:
         place = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
         raise UsageError(f"--rewards has {searching_rewards[0]}, which needs searches, but {place} any")

@@ -78,7 +78,7 @@ class Setup:
         settings = self.settings
         if not settings.index:
             encoder = make_encoder(settings, self.documents)
-            return index.build(self._cached(encoder), self.documents)
+            return index.build_index(self._cached(encoder), self.documents)
         loaded_encoder = None
         if self.default and self.default.searches_vectors:
             loaded_encoder = self.default.index.encoder
@@ -113,10 +113,10 @@ class Setup:
         """Returns the passages that fit --filter."""
         if not self.settings.filter:
             return documents
-        fit = fitting(self.settings.filter, documents)
+        mask = fitting(self.settings.filter, documents)
         if isinstance(documents, corpus.Passages):
-            return documents.only(fit)
-        return list(compress(documents, fit))
+            return documents.only(mask)
+        return list(compress(documents, mask))
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
@@ -146,7 +146,7 @@ class Setup:
             raise R3LiteError(cause, "Pass only one of them.")
         return documents
 
-    def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
+    def own_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
         """Returns the places in `documents` of the paragraphs that come with each question; None if a search is not
         confined to them."""
         if self.settings.context == "corpus":
@@ -227,18 +227,18 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
     """
     parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
-    fit = np.zeros(len(documents), bool)
+    mask = np.zeros(len(documents), bool)
     fields = {"id", "title"}
     for place, document in enumerate(tqdm(documents, "filtering passages", unit="", **BRIEF)):
         fields.update(key for key, _ in document.metadata)
-        fit[place] = all(_fits(condition, document) for condition in parsed)
+        mask[place] = all(_fits(condition, document) for condition in parsed)
     for text, condition in zip(conditions, parsed, strict=True):
         if condition.key not in fields:
             cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, fields)}"
             raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.")
-    if not fit.any():
+    if not mask.any():
         raise R3LiteError(f"no passage matches --filter {', '.join(conditions)}", "Remove or relax a condition.")
-    return fit
+    return mask
 
 
 def _fits(condition: Condition, document: Document) -> bool:
