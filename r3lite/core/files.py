@@ -26,15 +26,18 @@ LOCK = ".lock"
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
-PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
+PIECE = 1 << 16  # bytes
+PIECES = 256  # so many of them tell weights apart
 MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
 def shipped(*parts: str) -> Path:
-    """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
+    """Returns a file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).parents[1]
-    inside = package.joinpath(*parts)
-    return inside if inside.exists() else package.parent.joinpath(*parts)
+    in_package = package.joinpath(*parts)
+    if in_package.exists():
+        return in_package
+    return package.parent.joinpath(*parts)
 
 
 def check_writable(folder: Path) -> None:
@@ -44,11 +47,16 @@ def check_writable(folder: Path) -> None:
 
 
 def move(source: str | Path, target: str | Path) -> None:
-    """Renames a file or folder, over a file that is there. What another program holds open cannot be renamed on Windows
-    (a virus scanner looks at each new file): there it is tried again for some seconds."""
-    for pause in PAUSES if ON_WINDOWS else ():
+    """Renames a file or folder, over a file that is there.
+
+    What another program holds open cannot be renamed on Windows (a virus scanner looks at each new file): there it is
+    tried again for some seconds.
+    """
+    pauses = PAUSES if ON_WINDOWS else ()
+    for pause in pauses:
         with contextlib.suppress(PermissionError):
-            return os.replace(source, target)
+            os.replace(source, target)
+            return
         time.sleep(pause)
     os.replace(source, target)
 
@@ -72,20 +80,24 @@ def write_json(path: str | Path, value) -> None:
 
 
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    write_text(path, _json_lines(records))
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Adds whole lines to a file and waits until they are on the disk."""
     with _to_write(path) as path, open(path, "a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        file.write(_json_lines(records))
         file.flush()
         os.fsync(file.fileno())
 
 
+def _json_lines(records: Iterable[dict]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
 @contextlib.contextmanager
 def _to_write(path: str | Path) -> Iterator[Path]:
-    """Where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
+    """Yields where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
 
     An OSError of what is done there names the path; one of writing or flushing (a full disk) does not by itself.
     """
@@ -113,7 +125,7 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     if folder and place.exists() and not place.is_dir():
         raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.")
     lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
-    made = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
+    new_folders = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
     try:
         descriptor = _open_locked(lock, output)
         try:
@@ -122,8 +134,8 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
             _remove_open(lock, descriptor)
     finally:
         with contextlib.suppress(OSError):  # not empty
-            for parent in made:
-                parent.rmdir()
+            for new_folder in new_folders:
+                new_folder.rmdir()
 
 
 def _open_locked(lock: Path, output: str | Path) -> int:
@@ -182,44 +194,65 @@ def _lock(descriptor: int) -> None:
 def sweep(*places: Path) -> None:
     """Removes what a killed process left half written of files and folders that are this process's to write."""
     for place in places:
-        half = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
-        beside = [path for path in place.absolute().parent.glob(f".*{PART}") if half.fullmatch(path.name)]
-        for left in [*beside, *place.rglob(f".*{PART}")]:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        part_name = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
+        parts = [path for path in place.absolute().parent.glob(f".*{PART}") if part_name.fullmatch(path.name)]
+        parts += place.rglob(f".*{PART}")
+        for part in parts:
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                part.unlink(missing_ok=True)
 
 
 def names_in(folder: Path) -> set[str]:
-    """What a folder holds, without its lock and what a kill left half written; nothing if it does not exist."""
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    return {name for name in found if name != LOCK and not (name.startswith(".") and name.endswith(PART))}
+    """Returns the names of what a folder holds, none if it does not exist.
+
+    Its lock and what a kill left half written are left out.
+    """
+    if not folder.exists():
+        return set()
+    names = {path.name for path in folder.iterdir()}
+    parts = {name for name in names if name.startswith(".") and name.endswith(PART)}
+    return names - parts - {LOCK}
 
 
 def gguf_of(folder: Path) -> list[Path]:
-    """The GGUF file that a model folder was made of, if it was."""
+    """Returns the GGUF file that a model folder was made of, if it was."""
     pointer = folder / GGUF_POINTER
-    return [Path(read_record(pointer, "Delete the folder.").text("file"))] if pointer.exists() else []
+    if not pointer.exists():
+        return []
+    return [Path(read_record(pointer, "Delete the folder.").text("file"))]
 
 
 def content_fingerprint(*places: Path) -> str:
-    """CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
+    """Returns a CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
 
     Of a file above MAX_TEXT bytes, such as the vectors of an index, it has the size and PIECES pieces, evenly spaced.
     """
     value = 0
     for place in places:
-        inside = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-        for path in inside:
+        if place.is_dir():
+            paths = sorted(path for path in place.rglob("*") if path.is_file())
+        else:
+            paths = [place]
+        for path in paths:
             name = path.relative_to(place).as_posix()
             if any(part.startswith(".") for part in Path(name).parts):
                 continue
             size = path.stat().st_size
             value = zlib.crc32(f"{name} {size}".encode(), value)
-            value = _crc_of_pieces(path, PIECES if size > MAX_TEXT else -(-size // PIECE), value)
+            pieces = PIECES if size > MAX_TEXT else _pieces_in(size)
+            value = _crc_of_pieces(path, pieces, value)
     return f"{value:08x}"
 
 
+def _pieces_in(size: int) -> int:
+    """Returns how many pieces of PIECE bytes have all of a file, the last of which may be shorter."""
+    return -(-size // PIECE)
+
+
 def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
-    """CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
+    """Returns a CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         for i in range(pieces):
@@ -229,8 +262,11 @@ def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """CRC-32 of a model folder: of each file of weights the name, the size and up to PIECES pieces of the content,
-    evenly spaced, and of config.json and tokenizer.json all. Tells weights that were changed in place, in moments."""
+    """Returns a CRC-32 of a model folder, which tells weights that were changed in place, in moments.
+
+    It is of the name, the size and up to PIECES evenly spaced pieces of each file of weights, and of all of config.json
+    and tokenizer.json.
+    """
     value = 0
     weights = [*sorted(folder.glob("*.safetensors")), *gguf_of(folder)]
     for path in (*weights, folder / "config.json", folder / "tokenizer.json"):
@@ -238,7 +274,9 @@ def folder_fingerprint(folder: Path) -> str:
             continue
         size = path.stat().st_size
         value = zlib.crc32(f"{path.name} {size}".encode(), value)
-        pieces = -(-size // PIECE) if path.suffix == ".json" else min(PIECES, -(-size // PIECE))
+        pieces = _pieces_in(size)
+        if path.suffix != ".json":
+            pieces = min(PIECES, pieces)
         value = _crc_of_pieces(path, pieces, value)
     return f"{value:08x}"
 
@@ -246,7 +284,7 @@ def folder_fingerprint(folder: Path) -> str:
 def own_records(
     path: Path, key: str, is_ours: Callable[[dict], bool], writer: str, remedy: str
 ) -> tuple[list[dict], bytes]:
-    """The records of a file that r3lite wrote line by line, and what a kill has left of one more.
+    """Returns the records of a file that r3lite wrote line by line, and what a kill has left of one more.
 
     Every line of such a file begins with the same `key`, and so does an unfinished last one. Any other line that is no
     record of the `writer`, as `is_ours` tells, raises R3LiteError: the file is the user's, or no longer ours alone.
@@ -257,25 +295,30 @@ def own_records(
         # Bytes, since an unfinished line may end inside a character.
         *lines, last = file.read().split(b"\n")
     start = f'{{"{key}": '.encode()
-    torn = _object(last) is None and last[: len(start)] == start[: len(last)]
+    torn = b""
+    if _object(last) is None and last[: len(start)] == start[: len(last)]:
+        torn = last
+    else:
+        lines.append(last)
     records = []
-    for number, line in enumerate(lines if torn else [*lines, last], 1):
+    for number, line in enumerate(lines, 1):
         record = _object(line)
         if line.strip() and (record is None or not is_ours(record)):
             raise R3LiteError(f"{path} exists, and its line {number} was not written by {writer}", remedy)
-        records += [] if record is None else [record]
-    return records, last if torn else b""
+        if record is not None:
+            records.append(record)
+    return records, torn
 
 
 def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, known: bool) -> list[dict]:
-    """The records of a file that an earlier run wrote by `append_jsonl`; an unfinished last line is removed from it.
+    """Returns the records that an earlier run wrote by `append_jsonl`; removes an unfinished last line from the file.
 
     `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
     naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
     beside it shows that the writer made it (`known`): a user's own JSON may begin alike, and would be lost.
     """
     remedy = "Pass another --output, or move the file away."
-    records, torn = own_records(path, "id", is_ours, writer, remedy)
+    records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
     if torn and not (records or known):
         raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
     if torn:
@@ -290,12 +333,14 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, know
 
 
 def _object(line: bytes) -> dict | None:
-    """The JSON object of a line, or None if it is something else."""
+    """Returns the JSON object of a line, or None if it is something else."""
     try:
         value = parse(line)
     except InvalidRecord:
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return value
 
 
 def check_regular(path: str | Path, remedy: str) -> None:
@@ -308,15 +353,16 @@ def check_regular(path: str | Path, remedy: str) -> None:
 
 
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
-    """A file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
+    """Returns a file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
     check_regular(path, remedy)
     with explained(OSError, f"{path} cannot be read", remedy):
         return open(path, "rb")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
-    """The text of a UTF-8 file of at most MAX_TEXT bytes, without the byte order mark that editors on Windows write."""
-    with open_regular(path, remedy) as file, explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy):
+    """Returns the text of a UTF-8 file of at most MAX_TEXT bytes, without a byte order mark, as editors may write."""
+    unreadable = explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy)
+    with open_regular(path, remedy) as file, unreadable:
         content = file.read(MAX_TEXT + 1)
         if len(content) > MAX_TEXT:
             raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
@@ -324,12 +370,13 @@ def read_text(path: str | Path, remedy: str) -> str:
 
 
 def read_record(path: str | Path, remedy: str) -> Record:
-    """The JSON object that a file holds; InvalidRecord names the file and what is wrong."""
-    return Record(within(path, remedy, read_text(path, remedy)), Source(str(path), remedy))
+    """Returns the JSON object that a file holds; InvalidRecord names the file and what is wrong."""
+    values = within(path, remedy, read_text(path, remedy))
+    return Record(values, Source(str(path), remedy))
 
 
 def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
-    """The value of a JSON text; an error names the place that the text is from."""
+    """Returns the value of a JSON text; an error names the place that the text is from."""
     try:
         return parse(text)
     except InvalidRecord as error:
@@ -339,10 +386,12 @@ def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
 def read_jsonl(
     path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
 ) -> Iterator[Record]:
-    """The object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
+    """Yields the object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
     with open_regular(path, remedy) as file, explained(OSError, f"{path} cannot be read", remedy):
-        for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        lines = iter(lambda: file.readline(MAX_TEXT), b"")
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             source = Source(f"{path}, line {number}", remedy)

@@ -94,9 +94,9 @@ BASELINES = {
 
 
 def with_baseline(name: str, settings: dict) -> str:
-    """The name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
-    known = BASELINES.get(str(settings.get("baseline")))
-    return f"{name} ({known})" if known else name
+    """Returns the name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
+    baseline = BASELINES.get(str(settings.get("baseline")))
+    return f"{name} ({baseline})" if baseline else name
 
 
 class EvaluateSettings(Section):
@@ -122,12 +122,13 @@ class EvaluateSettings(Section):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The evaluations of --compare, pair by pair; UsageError if its lists are not of one length."""
-        a, b = ([name.strip() for name in side.split(",") if name.strip()] for side in self.compare or ("", ""))
-        if len(a) != len(b):
-            what = f"--compare has lists of {len(a)} and {len(b)} evaluations"
-            raise UsageError(f"{what}; they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2")
-        pairs = list(zip(a, b))
+        """Returns the evaluations of --compare, pair by pair; raises UsageError if its lists are not of one length."""
+        first, second = map(_names_in, self.compare or ("", ""))
+        if len(first) != len(second):
+            problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"
+            example = "they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2"
+            raise UsageError(f"{problem}; {example}")
+        pairs = list(zip(first, second))
         for pair in pairs:
             if pairs.count(pair) > 1:
                 raise UsageError(f"--compare has the pair {pair[0]} and {pair[1]} more than once")
@@ -136,6 +137,11 @@ class EvaluateSettings(Section):
     def check(self) -> None:
         if self.compare and not self.pairs:
             raise UsageError("--compare has no evaluation: pass two folders, or two lists of folders")
+
+
+def _names_in(text: str) -> list[str]:
+    """Returns the names of a list with commas, without blank ones."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 class TuningSettings(Section):
@@ -251,10 +257,12 @@ class ExportSettings(Section):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """That of --adapter, or those of --average; none if the base is exported."""
+        """Returns the adapters of --average, or that of --adapter; none if the base is exported."""
         if self.average is not None:
             return self.average
-        return () if self.adapter is None else (self.adapter,)
+        if self.adapter is not None:
+            return (self.adapter,)
+        return ()
 
     def check(self) -> None:
         if self.average is not None and self.adapter is not None:

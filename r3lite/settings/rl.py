@@ -147,9 +147,9 @@ class RLSettings(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the episodes of a round are compared with the reference adapter."""
+        """Tells whether the episodes of a round are compared with the reference adapter."""
         return self.kl_beta > 0 or self.kl_budget is not None
 
     def questions_at(self, share: float) -> int:
-        """The number of a round's questions that a share is, rounded up."""
+        """Returns the number of a round's questions that a share is, rounded up."""
         return math.ceil(share * self.batch_size)

@@ -11,7 +11,7 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def is_greedy(temperature: float) -> bool:
-    """Whether the likeliest token is taken, instead of a draw."""
+    """Tells whether the likeliest token is taken, instead of a draw."""
     return temperature < LEAST_TEMPERATURE
 
 
@@ -31,13 +31,16 @@ class LengthSettings(Section):
 
     @property
     def most_turns(self) -> int:
-        """The most turns of the model in an episode: one before each retrieval, one more that asks or reaches its token
-        limit, and that of the answer which is then forced (`Layout.close_turn`)."""
+        """Returns the most turns of the model in an episode.
+
+        They are one before each retrieval, one more that asks or reaches its token limit, and that of the answer which
+        is then forced (`Layout.close_turn`).
+        """
         return self.max_hops + 2
 
     @property
     def most_sampled(self) -> int:
-        """The most tokens that the model can write in an episode."""
+        """Returns the most tokens that the model can write in an episode."""
         return min(self.most_turns * self.max_new_tokens, self.max_length)
 
 

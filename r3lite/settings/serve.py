@@ -17,7 +17,7 @@ class ListenSettings(Section):
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Tells whether only this machine can reach the server."""
         return is_loopback(self.host)
 
 

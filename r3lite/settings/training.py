@@ -69,8 +69,8 @@ class OptimizerSettings(Section):
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
-            least = self.min_learning_rate
-            raise UsageError(f"--min-learning-rate is {least}, but a constant rate does not fall: remove one")
+            end = self.min_learning_rate
+            raise UsageError(f"--min-learning-rate is {end}, but a constant rate does not fall: remove one")
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
             raise UsageError("--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one")
 
