@@ -13,7 +13,7 @@ from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
-from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule, TrackSettings
+from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, loop, metrics, optim
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
@@ -29,7 +29,7 @@ class ToyConfig:
     schedule: Schedule = Schedule(save_every=3, keep_checkpoints=10)
     tracking: TrackSettings = TrackSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.01)
-    rl: RLSettings = RLSettings()
+    model: ModelSettings = ModelSettings(model="tiny")
 
 
 class Seen:
@@ -218,12 +218,12 @@ def test_a_run_that_is_older_than_a_setting_is_resumed_with_its_default_only(tmp
 
     def older(folder):
         loaded = read(folder)
-        del loaded.state["settings"]["warmup"], loaded.state["settings"]["algorithm"]
+        del loaded.state["settings"]["warmup"], loaded.state["settings"]["weight_decay"]
         return loaded
 
     monkeypatch.setattr(checkpoint, "read", older)
-    with pytest.raises(R3LiteError, match=r"algorithm \(was ppo, is grpo\)"):
-        run(Toy(), output=str(tmp_path), resume="auto", algorithm="grpo")
+    with pytest.raises(R3LiteError, match=r"weight_decay \(was 0.0, is 0.5\)"):
+        run(Toy(), output=str(tmp_path), resume="auto", weight_decay=0.5)
     assert run(Toy(), output=str(tmp_path), resume="auto")
 
 

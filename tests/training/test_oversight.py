@@ -48,11 +48,23 @@ class Watched(Toy):
         return record | more, tokens
 
 
+def build_oversight(folder: RunFolder, toy: Watched, validation: Script | None) -> Oversight:
+    return Oversight(
+        folder,
+        state=toy.state,
+        guard=toy.guard,
+        settings=ValidationSettings(eval_every=2),
+        total=TOTAL,
+        validation=validation,
+        penalizes_kl=True,
+    )
+
+
 def run(toy: Watched, validated: bool = True, **settings) -> bool:
     config = with_values(ToyConfig(), {"save_every": 0, "keep_checkpoints": 1} | settings)
     with RunFolder("ppo", config, "unused") as folder:
         validation = Script(toy) if validated else None
-        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, validation)
+        oversight = build_oversight(folder, toy, validation)
         return loop.train(folder, toy, oversight)
 
 
@@ -221,7 +233,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
 
     config = with_values(ToyConfig(), {"save_every": 0, "output": str(tmp_path)})
     with RunFolder("ppo", config, "unused") as folder:
-        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, Nan(toy))
+        oversight = build_oversight(folder, toy, Nan(toy))
         assert loop.train(folder, toy, oversight)
     records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
     assert records[6]["guard/alarm"] == "not_finite" and "eval/f1" not in records[6] and toy.guard.rollbacks == 1
