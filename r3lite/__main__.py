@@ -5,7 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from r3lite.core.command import COMMANDS, ignore_output
+from r3lite.core.command_names import COMMANDS
+from r3lite.core.environment import ignore_output
 from r3lite.core.errors import nearest
 
 

@@ -46,7 +46,7 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         sampling = None
         workload = sft_workload(config, steps=config.schedule.max_steps)
     else:
-        algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+        algorithms.check(config.rl, config.set_by_user, config.lengths)
         sampling = config.sampling
         workload = round_workload(config)
     if config.elsewhere.card:

@@ -6,6 +6,7 @@ The trainer is in assembly/reinforcement.py.
 from collections import Counter
 
 from r3lite.core import command
+from r3lite.core.processes import shared_facts, world
 from r3lite.settings import PpoConfig
 
 
@@ -14,7 +15,7 @@ def train(config: PpoConfig) -> None:
     from r3lite.assembly import reinforcement  # after the arguments are read: torch takes seconds to load
     from r3lite.devices.ranks import joined
 
-    with joined(command.world(), config.model.device, command.shared_facts(config)) as ranks:
+    with joined(world(), config.model.device, shared_facts(config)) as ranks:
         reinforcement.train(config, ranks)
 
 

@@ -4,6 +4,7 @@ The trainer is in assembly/supervised.py.
 """
 
 from r3lite.core import command
+from r3lite.core.processes import shared_facts, world
 from r3lite.settings import SftConfig
 
 
@@ -12,7 +13,7 @@ def train(config: SftConfig) -> None:
     from r3lite.assembly import supervised  # after the arguments are read: torch takes seconds to load
     from r3lite.devices.ranks import joined
 
-    with joined(command.world(), config.model.device, command.shared_facts(config)) as ranks:
+    with joined(world(), config.model.device, shared_facts(config)) as ranks:
         supervised.train(config, ranks)
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag
+from r3lite.core.earlier_output import CONFIG, check_output
 from r3lite.core.files import sole_writer, sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.settings import TunePromptConfig
-from r3lite.tuning.history import History, all_episodes, most, shown
+from r3lite.tuning.history import History, all_episodes, most_prompts, score_text
 
 HISTORY = "history.json"
 CACHE = "judge-cache"
@@ -20,7 +21,7 @@ def tune(config: TunePromptConfig) -> None:
         raise UsageError("--judge is missing: pass the critic: gemini, openai, or local for a model on this device")
     output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
     with sole_writer(output):
-        command.check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
+        check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
         improve(config, output)
 
 
@@ -47,7 +48,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
         engine = build_engine(config, count, judge=config.judge)
         # From here on the folder is this run's: if it is killed, only the same one may be begun there again.
         sweep(output)
-        write_text(output / command.CONFIG, to_toml(config, "tune_prompt"))
+        write_text(output / CONFIG, to_toml(config, "tune_prompt"))
         tuner = PromptTuner(
             config=config,
             output=output,
@@ -62,8 +63,8 @@ def improve(config: TunePromptConfig, output: Path) -> None:
     print("\n".join(["", history.table(), "", *notes]))
     best = history.best
     first = history.candidates[0]
-    print(f"best: prompt {best.id}, {history.metric} {shown(best.scores[history.metric])}", end="; ")
-    print(f"the first had {shown(first.scores[history.metric])}")
+    print(f"best: prompt {best.id}, {history.metric} {score_text(best.scores[history.metric])}", end="; ")
+    print(f"the first had {score_text(first.scores[history.metric])}")
     print(f"written to {output / BEST}; all prompts: {output / HISTORY}")
     if best is not first:
         print("The score is optimistic, as the prompt was chosen by it. Evaluate it on other questions:", end=" ")
@@ -75,11 +76,11 @@ def plan(config: TunePromptConfig) -> str:
     from r3lite.assembly.answering import plan_memory
 
     tuning = config.tuning
-    prompts = most(tuning.rounds, tuning.beam, tuning.branch)
+    prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
     count = all_episodes(tuning, config.data.limit or tuning.sampled_questions, tuning.eval_questions)
     memory = plan_memory(config, count, config.judge)
     return (
-        f"\nAt most {2 * prompts.made} calls of the critic ({prompts.made} critiques, {prompts.made} edits) and "
+        f"\nAt most {2 * prompts.edited} calls of the critic ({prompts.edited} critiques, {prompts.edited} edits) and "
         f"{prompts.scored} prompts scored:\n"
         f"{prompts.tried} x {tuning.sampled_questions} episodes to find failures and "
         f"{prompts.scored} x {tuning.eval_questions} to score prompts.\n"

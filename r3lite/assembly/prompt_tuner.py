@@ -33,7 +33,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
-from r3lite.tuning.history import Candidate, History, Round, shown
+from r3lite.tuning.history import Candidate, History, RoundResult, score_text
 
 BEST, CANDIDATES = "best_prompt.txt", "candidates"
 KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
@@ -213,7 +213,9 @@ class PromptTuner:
         found = scores(self.marks_of(candidate), self.config.common.seed)
         self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
         metric, best = self.config.tuning.metric, self.history.best
-        message = f"{metric} {shown(found[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
+        message = (
+            f"{metric} {score_text(found[metric])}; best so far: prompt {best.id}, {score_text(best.scores[metric])}"
+        )
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
@@ -221,7 +223,7 @@ class PromptTuner:
         before, best = self.history.rounds[-1].best if number else 0, self.history.best.id
         ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (before, best))
         gain = compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
-        self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
+        self.history.close(RoundResult(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
         lines = read_jsonl(self.predictions_of(candidate), "Pass another --output.")

@@ -18,7 +18,6 @@ from r3lite.assembly.rl_guidance import Guidance
 from r3lite.assembly.rl_round import RoundSampler
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import build_validation, read_held_out
-from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
@@ -110,7 +109,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
-        spans = build_spans(config.tracking) if ranks.first else None
+        spans = build_spans(config.tracking.track_spans) if ranks.first else None
         make_client = client_maker(config.model, config.memory)
         judge = build_judge(config.judge, run.output, config.reward, make_client, spans) if ranks.first else None
         torch.manual_seed(config.common.seed)  # checkpoints keep its state; all random draws have their own streams
@@ -171,7 +170,7 @@ def check(config: PpoConfig) -> None:
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
             raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
-    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+    algorithms.check(config.rl, config.set_by_user, config.lengths)
     rl_guidance.check(config)
     answer_round.check(config)
     if config.remote.rollout_server:

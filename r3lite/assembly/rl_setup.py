@@ -16,7 +16,6 @@ from tqdm import tqdm
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
-from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
 from r3lite.datasets.sources import protocols_of
@@ -70,9 +69,17 @@ def build(
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
-    usual = command.usual("ppo", config).lora
+
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.has_reference, critic_rate, ranks)
+    training = Training(
+        config.lora,
+        config.optimizer,
+        config.common.seed,
+        set_by_user=config.set_by_user,
+        keep_reference=rl.has_reference,
+        critic_learning_rate=critic_rate,
+        ranks=ranks,
+    )
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from r3lite.assembly.inputs import of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
-from r3lite.core import command
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import build_spans, span
@@ -46,7 +45,7 @@ class SFTTrainer:
         """`vocabulary`: number of the tokenizer's ids; the embedding's further rows are padding, with probability 0."""
         self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
         self.total, self.last_row = config.length(len(rows))
-        self.ranks, self.spans = policy.ranks, build_spans(config.tracking) if policy.ranks.first else None
+        self.ranks, self.spans = policy.ranks, build_spans(config.tracking.track_spans) if policy.ranks.first else None
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         facts = {
             "rows": len(rows),
@@ -193,7 +192,12 @@ def build_trainer(
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
-    usual = command.usual("sft", config).lora
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, ranks=ranks)
+    training = Training(
+        config.lora,
+        config.optimizer,
+        config.common.seed,
+        set_by_user=config.set_by_user,
+        ranks=ranks,
+    )
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)

@@ -14,6 +14,7 @@ import math
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,6 +42,14 @@ class Bounds:
             raise UsageError(f"{name} is {value}; it must be at most {self.high}")
 
 
+class Origin(enum.Enum):
+    """Says where a setting stands that the user has set."""
+
+    FLAG = "on the command line"
+    TABLE = "in the command's table of the file --config"
+    SHARED = "at the top of the file --config, for all commands"
+
+
 class Trait(enum.Enum):
     """Names what is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
 
@@ -61,6 +70,25 @@ class Alias:
     """Another name of the setting's flag, which other programs have."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Says what settings need, without which they have no effect, so that the user must not set them.
+
+    It stands in `Section.needs`. `names` are settings of that section with blanks between, or empty for all of them but
+    those in `but`; `met` tells of the section whether there is what they need, and `purpose` names it in the error.
+    """
+
+    names: str
+    purpose: str
+    met: Callable[[Any], object]
+    but: str = ""
+
+    def concerns(self, name: str) -> bool:
+        if self.names:
+            return name in self.names.split()
+        return name not in self.but.split()
 
 
 T = TypeVar("T")
@@ -89,6 +117,7 @@ class Section(Frozen):
 
     # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
+    needs: typing.ClassVar[tuple[Needs, ...]] = ()
 
     def check(self) -> None:
         """Raises UsageError if its settings contradict each other; called when all sources are read."""
@@ -111,7 +140,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def sections(config: Any) -> dict[str, Any]:
     """Returns the sections of a command's settings, by name."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if isinstance(value, Section)}
 
 
 def flat(config: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from r3lite.core.records import InvalidRecord, Record, Source, parse
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
 PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
 LOCK = ".lock"
+LOCK_SECONDS = 0.1  # to find out whether a lock file that is taken is just being removed
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
@@ -116,79 +117,80 @@ def _to_write(path: str | Path) -> Iterator[Path]:
 def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     """Keeps every other process from writing to an output as long as the context lasts.
 
-    Raises R3LiteError at once if another process has it. The lock is the operating system's, which drops it when the
-    process dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which
-    is made, or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is
-    removed at the end, unless something was written there.
+    Raises R3LiteError if another process has it. The lock is the operating system's, which drops it when the process
+    dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which is made,
+    or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is removed at
+    the end, unless something was written there.
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
         raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.")
-    lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
-    new_folders = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
+    lock_file = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
+    new_folders = [parent for parent in lock_file.parents if not parent.exists()]  # the innermost first
     try:
-        descriptor = _open_locked(lock, output)
-        try:
+        with _locked(lock_file, output):
             yield
-        finally:
-            _remove_open(lock, descriptor)
     finally:
         with contextlib.suppress(OSError):  # not empty
             for new_folder in new_folders:
                 new_folder.rmdir()
 
 
-def _open_locked(lock: Path, output: str | Path) -> int:
-    """A descriptor of the lock file, locked; the file holds this process's number."""
-    while True:
-        with explained(OSError, f"{output} cannot be written", "Pass another output."):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(descriptor)
-        except (BlockingIOError, PermissionError):
-            holder = os.read(descriptor, 20).decode(errors="replace").strip()
-            os.close(descriptor)
-            pid = f" (pid {holder})" if holder else ""
-            raise R3LiteError(f"another process{pid} writes to {output}", "Wait, or pass another output.") from None
-        except OSError as error:  # a file system without locks, such as some network drives
-            print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
-        try:
-            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
-                return descriptor
-            os.close(descriptor)
-        except FileNotFoundError:
-            os.close(descriptor)  # its owner removed it after we had opened it
-        except OSError as error:
-            _remove_open(lock, descriptor)
-            raise R3LiteError(f"{output} cannot be written: {error}", "Free some disk space.") from error
+@contextlib.contextmanager
+def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
+    """Holds the lock on a file, which has this process's number meanwhile and is removed at the end."""
+    from filelock import FileLock, Timeout  # only those who write wait for this import
+
+    with explained(OSError, f"{output} cannot be written", "Pass another output."):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock_file.touch()
+    lock = FileLock(
+        lock_file,
+        timeout=LOCK_SECONDS,
+        thread_local=False,
+        fallback_to_soft=False,  # which would outlive a process that is killed
+        on_acquired=lambda descriptor: _write_holder(descriptor, lock_file, output),
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = _holder_of(lock_file)
+        pid = f" (pid {holder})" if holder else ""
+        raise R3LiteError(f"another process{pid} writes to {output}", "Wait, or pass another output.") from None
+    except PermissionError as error:  # another user's file
+        raise R3LiteError(f"{output} cannot be written: {error}", "Pass another output.") from error
+    except OSError as error:  # a file system without locks, such as some network drives
+        print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
+    try:
+        yield
+    finally:
+        _remove_lock_file(lock_file)  # while it is locked: later it might be another process's
+        lock.release()
 
 
-def _remove_open(lock: Path, descriptor: int) -> None:
-    """Removes a lock file and lets go of it, in this order where that can be: else another process might have it."""
-    if ON_WINDOWS:  # an open file cannot be removed there
-        os.close(descriptor)
-        with contextlib.suppress(PermissionError):  # the next writer has it open
-            lock.unlink(missing_ok=True)
-    else:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
+def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
+    """Writes this process's number into its lock file, after the first byte: on Windows nobody else can read that."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"\n{os.getpid()}\n".encode())
+    except OSError as error:
+        _remove_lock_file(lock_file)
+        raise R3LiteError(f"{output} cannot be written: {error}", "Free some disk space.") from error
 
 
-def _lock(descriptor: int) -> None:
-    """Locks an open file, or raises BlockingIOError (on Windows PermissionError) if another process has it locked."""
-    if ON_WINDOWS:
-        import msvcrt
+def _holder_of(lock_file: Path) -> str:
+    """Returns the number of the process that has a lock file, or nothing if it has just gone."""
+    try:
+        with open(lock_file, "rb") as file:
+            file.seek(1)
+            return file.read(20).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
-        os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # what is locked there cannot be read: not the number at the start
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    else:
-        import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _remove_lock_file(lock_file: Path) -> None:
+    if not ON_WINDOWS:  # where an open file cannot be removed; FileLock does so when it lets go of it
+        lock_file.unlink(missing_ok=True)
 
 
 def sweep(*places: Path) -> None:
@@ -310,16 +312,16 @@ def own_records(
     return records, torn
 
 
-def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, known: bool) -> list[dict]:
+def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, confirmed: bool) -> list[dict]:
     """Returns the records that an earlier run wrote by `append_jsonl`; removes an unfinished last line from the file.
 
     `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
     naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
-    beside it shows that the writer made it (`known`): a user's own JSON may begin alike, and would be lost.
+    beside it shows that the writer made it (`confirmed`): a user's own JSON may begin alike, and would be lost.
     """
     remedy = "Pass another --output, or move the file away."
     records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
-    if torn and not (records or known):
+    if torn and not (records or confirmed):
         raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
     if torn:
         os.truncate(path, path.stat().st_size - len(torn))

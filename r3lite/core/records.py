@@ -266,9 +266,9 @@ class Record:
             values = {}
         return Record(values, self.source, path=f"{self.path}{key}.")
 
-    def records(self, key: str, default: Any = REQUIRED, least: int = 0) -> list["Record"]:
-        """Returns a list of objects, `least` of them or more."""
+    def records(self, key: str, default: Any = REQUIRED, minimum: int = 0) -> list["Record"]:
+        """Returns a list of objects, `minimum` of them or more."""
         objects = self.items(key, default)
-        if len(objects) < least:
-            raise self.wrong(key, f"a list of at least {least} objects")
+        if len(objects) < minimum:
+            raise self.wrong(key, f"a list of at least {minimum} objects")
         return [Record(values, self.source, path=f"{self.path}{key}[{i}].") for i, values in enumerate(objects)]

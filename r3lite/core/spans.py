@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from r3lite.settings import TrackSettings
-
 MAIN = "run"  # the track of spans that enclose others
 
 Attributes = dict[str, int | float | str]
@@ -95,9 +93,9 @@ class Spans:
         return finished
 
 
-def build_spans(settings: TrackSettings) -> Spans | None:
+def build_spans(track_spans: str) -> Spans | None:
     """Returns the recorder for --track-spans, or None if it is off."""
-    return None if settings.track_spans == "none" else Spans()
+    return None if track_spans == "none" else Spans()
 
 
 def span(spans: Spans | None, name: str, **attributes: int | float | str) -> AbstractContextManager:

@@ -52,7 +52,7 @@ class VllmServer:
         url, model, lengths = self.link.url, self.config.model.model, self.config.lengths
 
         def read(reply: Record) -> tuple[str, str, int]:
-            served = reply.records("data", least=1)[0]
+            served = reply.records("data", minimum=1)[0]
             name = served.text("id")
             return name, served.text("root", name), served.whole("max_model_len", lengths.max_length)
 
@@ -154,7 +154,7 @@ class VllmServer:
         """Token ids with their log-probabilities. Those of padding rows of the embedding are left to `_turn`."""
         if (model := reply.text("model")) != self.name:
             raise InvalidRecord(f"the model is {shown(model)}, not {self.name}")
-        ids = whole_numbers(reply.records("choices", least=1)[0], "token_ids", IDS)
+        ids = whole_numbers(reply.records("choices", minimum=1)[0], "token_ids", IDS)
         logprobs = _logprobs(reply)
         if len(ids) != len(logprobs):
             raise InvalidRecord("token_ids and token_logprobs must have one number for each token")
@@ -162,4 +162,4 @@ class VllmServer:
 
 
 def _logprobs(reply: Record) -> list[float]:
-    return log_probabilities(reply.records("choices", least=1)[0].record("logprobs"), "token_logprobs")
+    return log_probabilities(reply.records("choices", minimum=1)[0].record("logprobs"), "token_logprobs")

@@ -12,7 +12,8 @@ from r3lite.settings.commands import (  # isort: skip
     PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
     SftSettings, TeacherCacheSettings, TuningSettings,
 )  # fmt: skip
-from r3lite.settings.common import CommandConfig, Common
+from r3lite.settings.command_config import CommandConfig
+from r3lite.settings.common import Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings

@@ -5,7 +5,7 @@ import re
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from r3lite.core.config import Bounds, Free, Frozen, Section, UsageError
+from r3lite.core.config import Bounds, Free, Section, UsageError
 
 # Bytes.
 UNITS = {
@@ -51,12 +51,6 @@ class Weighted(dict):
         if parameters:
             text += f" ({', '.join(parameters)})"
         return text
-
-
-class CommandConfig(Frozen):
-    """Holds what the settings of all commands begin with."""
-
-    common: Common = Common()
 
 
 def check_address(setting: str, address: str, example: str) -> None:

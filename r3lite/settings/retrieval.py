@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Fraction, Section
+from r3lite.core.config import Bounds, Fraction, Needs, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.settings.common import budget_bytes, check_address
 
@@ -45,6 +45,23 @@ class EncoderSettings(Section):
 
 class RetrievalSettings(EncoderSettings):
     """Retrieval."""
+
+    needs: ClassVar = (
+        Needs("context corpus index filter", "a --retriever that searches local passages", lambda s: s.has_passages),
+        Needs("corpus index filter source_index", "--context corpus", lambda s: s.context != "question"),
+        Needs("fusion", "--retriever hybrid", lambda s: s.retriever == "hybrid"),
+        Needs(
+            "lexical_weight",
+            "--retriever hybrid --fusion weighted",
+            lambda s: s.retriever == "hybrid" and s.fusion == "weighted",
+        ),
+        Needs(
+            "web_results web_rpm web_cache web_replay",
+            "web search: exa or duckduckgo",
+            lambda s: s.is_web or any(settings.is_web for settings in s.of_sources.values()),
+        ),
+        Needs("query_cache_mib", "--query-cache", lambda s: s.query_cache),
+    )
 
     retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
@@ -92,7 +109,7 @@ class RetrievalSettings(EncoderSettings):
         """Tells whether documents come from the paragraphs of the questions and not from a corpus of their own."""
         if self.retriever == "golden":
             return True
-        return not (self.corpus or self.index or self.is_remote or self.is_web)
+        return self.has_passages and not (self.corpus or self.index)
 
     @property
     def is_remote(self) -> bool:
@@ -103,6 +120,11 @@ class RetrievalSettings(EncoderSettings):
     def is_web(self) -> bool:
         """Tells whether documents come from a search of the web."""
         return self.retriever in SERVICES
+
+    @property
+    def has_passages(self) -> bool:
+        """Tells whether the passages that are searched are here, and not on a server or the web."""
+        return not (self.is_remote or self.is_web)
 
     @property
     def is_collection(self) -> bool:
@@ -121,7 +143,7 @@ class RetrievalSettings(EncoderSettings):
                 changes["retriever"] = place
             else:
                 changes["index"] = place
-                if self.is_remote or self.is_web:
+                if not self.has_passages:
                     changes["retriever"] = "semantic"
             by_source[source] = replace(self, **changes)
         return by_source
@@ -175,6 +197,11 @@ class ProcedureSettings(Section):
 
 class IndexSettings(EncoderSettings):
     """Index."""
+
+    needs: ClassVar = (
+        Needs("batch_size", "an --encoder other than hashing", lambda s: s.encoder != "hashing"),
+        Needs("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.corpus or s.add),
+    )
 
     documents: str | None = None
     """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""

@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
+from r3lite.core.config import MOST, Bounds, Needs, NonNegative, Section, UsageError
 from r3lite.settings.common import Weighted
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
@@ -41,6 +41,19 @@ def _is_plain(value: Any) -> bool:
 
 class RewardSettings(Section):
     """Rewards."""
+
+    needs: ClassVar = (
+        Needs(
+            "gamma_correct gamma_incorrect gamma_fail",
+            "--process-recall or --process-judge",
+            lambda s: s.process_recall or s.process_judge,
+        ),
+        Needs(
+            "curriculum_rounds curriculum_switch",
+            "a reward with a first_weight in --rewards",
+            lambda s: any(FIRST_WEIGHT in entry for entry in s.rewards or ()),
+        ),
+    )
 
     outcome_em: NonNegative = 1.0
     """reward at the end for an exact match"""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Free, Needs, Positive, Section, Tokens, Whole
 from r3lite.settings.common import check_address
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
@@ -66,6 +66,7 @@ class RemoteSettings(Section):
     """Rollouts on other machines."""
 
     implied: ClassVar = {"rollout_server": {ANY: {"old_logprobs": "trainer", "importance_cap": 2.0}}}
+    needs: ClassVar = (Needs("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),)
 
     rollout_server: Free[tuple[str, ...] | None] = None
     """comma-separated addresses of `python -m r3lite.rollout_worker` or vLLM servers that sample the episodes. They

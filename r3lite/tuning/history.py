@@ -46,7 +46,7 @@ def _score_of(record: Record) -> Score:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """Holds the result of a round that is over.
 
     `best` is the number of the best prompt so far, and `gained` the difference of its score from that of the best
@@ -72,7 +72,7 @@ class History:
         self.origin = origin
         self.metric = metric
         self.candidates = [Candidate(0, prompt)]
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundResult] = []
         if path.exists():
             self._read()
 
@@ -100,11 +100,11 @@ class History:
         """Returns the candidates that are still to be scored."""
         return [c for c in self.candidates if not c.scores and not c.rejected]
 
-    def ranked(self, before: int | None = None) -> list[Candidate]:
-        """Returns the scored candidates, the best first, of equal ones the older; only those of rounds `before` one."""
+    def ranked(self, before_round: int | None = None) -> list[Candidate]:
+        """Returns the scored candidates, the best first, of equal ones the older; only those before a round."""
         scored = [c for c in self.candidates if c.scores]
-        if before is not None:
-            scored = [c for c in scored if c.round < before]
+        if before_round is not None:
+            scored = [c for c in scored if c.round < before_round]
         return sorted(scored, key=lambda c: (-c.scores[self.metric]["value"], c.id))
 
     @property
@@ -115,7 +115,7 @@ class History:
         """Returns each prompt of the beam of round `number`, with those of its branches that have no prompt yet."""
         done = {(c.parent, c.branch) for c in self.candidates if c.round == number}
         beam_with_branches = []
-        for parent in self.ranked(before=number)[:beam]:
+        for parent in self.ranked(before_round=number)[:beam]:
             branches = [b for b in range(1, branch + 1) if (parent.id, b) not in done]
             if branches:
                 beam_with_branches.append((parent, branches))
@@ -133,7 +133,7 @@ class History:
         self.candidates[candidate.id] = replace(candidate, scores=scores)
         self._write()
 
-    def close(self, finished: Round) -> None:
+    def close(self, finished: RoundResult) -> None:
         self.rounds.append(finished)
         self._write()
 
@@ -144,32 +144,32 @@ class History:
             candidates = [c for c in self.candidates if c.round == round.number]
             rejected = sum(bool(c.rejected) for c in candidates)
             gain = f"{round.gained:+.3f} [{round.low:+.3f}, {round.high:+.3f}]" if round.number else ""
-            score = shown(self.candidates[round.best].scores[self.metric])
+            score = score_text(self.candidates[round.best].scores[self.metric])
             line = f"{round.number:<7}{len(candidates):>8}{rejected:>10}{round.best:>6}   {score:<24}{gain}"
             lines.append(line.rstrip())
         lines += [f"rejected: {c.id}, from {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
         return "\n".join(lines)
 
 
-def _round_of(record: Record) -> Round:
+def _round_of(record: Record) -> RoundResult:
     gain = {key: record.number(key) for key in ("gained", "low", "high", "p")}
-    return Round(number=record.whole("number"), best=record.whole("best"), **gain)
+    return RoundResult(number=record.whole("number"), best=record.whole("best"), **gain)
 
 
-def shown(score: Score) -> str:
+def score_text(score: Score) -> str:
     return f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
 
 
 @dataclass(frozen=True)
-class Most:
+class PromptCounts:
     """Counts the most that a run may do."""
 
     tried: int  # prompts of beams that are tried on --data, to be criticized
-    made: int  # prompts made of them, each by two calls
+    edited: int  # prompts made of them, each by two calls
     scored: int  # prompts, with the first one
 
 
-def most(rounds: int, beam: int, branch: int) -> Most:
+def most_prompts(rounds: int, beam: int, branch: int) -> PromptCounts:
     """Returns the most that `rounds` rounds do: every prompt of a beam fails somewhere, and no new one is rejected."""
     tried = 0
     scored = 1
@@ -177,12 +177,12 @@ def most(rounds: int, beam: int, branch: int) -> Most:
         parents = min(beam, scored)
         tried += parents
         scored += parents * branch
-    return Most(tried, made=tried * branch, scored=scored)
+    return PromptCounts(tried, edited=tried * branch, scored=scored)
 
 
 def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
     """Returns the most episodes that a run samples over these numbers of questions of --data and of --eval-data."""
-    prompts = most(tuning.rounds, tuning.beam, tuning.branch)
+    prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
     to_criticize = prompts.tried * min(sampled, tuning.sampled_questions)
     to_score = prompts.scored * min(scored, tuning.eval_questions)
     return to_criticize + to_score
