@@ -36,7 +36,7 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
     from r3lite.assembly.answering_live import LiveAnswers
     from r3lite.serving import app, http
     from r3lite.serving.desk import Desk
-    from r3lite.serving.worker import Worker
+    from r3lite.serving.worker import AnsweringThread
 
     retrieve, finder = open_retriever(config, gives_up=False)
     answering = LiveAnswers(config, retrieve, finder)
@@ -45,7 +45,7 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
     print(f"serving {modes}\n{url_of(listening)}  (Ctrl-C stops)", flush=True)
     for note in answering.notes.values():
         print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
-    desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
+    desk = Desk(AnsweringThread(answering), config.limits, config.modes, time.monotonic)
     settings = uvicorn.Config(
         app.build_app(desk, config.server, config.limits, token),
         http=http.Connection,

@@ -67,7 +67,7 @@ def logged(run: Path, name: str = "metrics.jsonl") -> list[dict]:
 def tensors(run: Path, *groups: str) -> dict[str, torch.Tensor]:
     """The adapter, and what all checkpoints hold of these groups."""
     found = safetensors.torch.load_file(run / "adapter" / "adapter_model.safetensors")
-    for step in checkpoint.all_of(run):
+    for step in checkpoint.folders_by_step(run):
         kept = checkpoint.read(run / f"checkpoint-{step}").tensors
         found |= {f"{step} {group} {name}": tensor for group in groups for name, tensor in kept[group].items()}
     return found

@@ -40,10 +40,13 @@ from r3lite.rl.losses import (
 from r3lite.settings import RLSettings
 
 
-class Budget(Protocol):
+class UpdateBudget(Protocol):
     """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
 
     metrics: dict[str, float]  # of the last call
+
+    def begin(self, number: int, rollbacks: int) -> None:
+        """Called before round `number`, with the rollbacks that the collapse guard has made so far."""
 
     def accepts(self, kl: float, error: float) -> bool:
         """Decides by the KL and its standard error if an update may be taken; if not, the last one was taken back."""
@@ -64,7 +67,7 @@ class Learner:
     grant: Grant
     value_head: nn.Module | None = None  # if the algorithm has a critic
     ranks: Ranks = ALONE
-    budget: Budget | None = None
+    budget: UpdateBudget | None = None
     _last_micro_batch: Batch | None = field(default=None, init=False)
 
     def __post_init__(self):

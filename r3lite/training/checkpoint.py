@@ -199,7 +199,7 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(state["step"], tensors, state)
 
 
-def all_of(output: Path) -> dict[int, Path]:
+def folders_by_step(output: Path) -> dict[int, Path]:
     """Returns the checkpoints in a run folder by step, oldest first, valid or not."""
     by_step = {}
     for path in output.glob("checkpoint-*"):
@@ -211,7 +211,7 @@ def all_of(output: Path) -> dict[int, Path]:
 
 def newest_valid(output: Path) -> Path | None:
     """Returns the latest checkpoint that is complete, or None. Warns of those that are not, with the reason."""
-    for folder in reversed(all_of(output).values()):
+    for folder in reversed(folders_by_step(output).values()):
         problem = fault(folder)
         if problem is None:
             return folder
@@ -224,7 +224,7 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 
     One that cannot be removed is reported, and the run goes on.
     """
-    for step, folder in list(all_of(output).items())[:-keep]:
+    for step, folder in list(folders_by_step(output).items())[:-keep]:
         if step == spare:
             continue
         try:

@@ -71,7 +71,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
     return hashes
 
 
-def made_by_run(model: str, adapter: str | None) -> str | None:
+def result_of_run(model: str, adapter: str | None) -> str | None:
     """Returns the adapter, or the model if it is the `model/` of a run of `sft --no-lora`.
 
     None: no run of r3lite is known that made them.

@@ -51,7 +51,7 @@ class Interrupts:
         self.precision.updating = False
         self.inside_step = True
         try:
-            self.leave_if_asked()
+            self.raise_pending()
             yield
         finally:
             self.inside_step = False
@@ -62,7 +62,7 @@ class Interrupts:
             self.pending = self.pending or Terminated
         return self.pending is not None
 
-    def leave_if_asked(self) -> None:
+    def raise_pending(self) -> None:
         """Raises the interruption that waits, if there is one."""
         if self.pending:
             raise self.pending

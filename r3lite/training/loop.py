@@ -20,7 +20,6 @@ from r3lite.training.oversight import NO_OVERSIGHT, Collapse, NoOversight, Overs
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import open_span_log
-from r3lite.training.tracking import build_tracker
 
 REHEARSED = ("cuda",)  # device types whose allocator may run out of memory in spite of the plan
 
@@ -89,7 +88,7 @@ def train(
                 oversight.saved(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
-                interrupts.leave_if_asked()
+                interrupts.raise_pending()
                 with span_log.step(number):
                     _set_learning_rate(run, trainer, number=number, scale=oversight.rate_scale)
                     failure = None
@@ -108,15 +107,15 @@ def train(
                         with span(spans, "checkpoint"):
                             save(number)
                 oversight.saved(number)
-            interrupts.leave_if_asked()
+            interrupts.raise_pending()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with {run.how_to_go_on}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with {run.resume_flags}", file=sys.stderr)
         raise
     finally:
         log.close()
     if last < trainer.total:
-        print(f"stopped after step {last} of {trainer.total}; continue with {run.how_to_go_on}", file=sys.stderr)
+        print(f"stopped after step {last} of {trainer.total}; continue with {run.resume_flags}", file=sys.stderr)
         return False
     run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, trainer.total)
@@ -127,12 +126,16 @@ def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | met
     """The log of the run's first rank, and its tracker; the other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
-    tracker = build_tracker(
-        run.config.tracking,
-        settings=flat(run.config),
-        output=run.output,
-        done=done,
-    )
+    tracker = metrics.NO_TRACKER
+    if run.config.tracking.track != "none":
+        from r3lite.training.tracking import build_tracker
+
+        tracker = build_tracker(
+            run.config.tracking,
+            settings=flat(run.config),
+            output=run.output,
+            done=done,
+        )
     return metrics.MetricsLog(
         run.output,
         start=done,

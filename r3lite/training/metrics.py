@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -18,7 +19,9 @@ from tqdm import tqdm
 from r3lite.core.errors import explained
 from r3lite.core.files import own_records
 from r3lite.devices.live_tensors import MIB
-from r3lite.training.tracking import NO_TRACKER, NoTracker, Tracker
+
+if TYPE_CHECKING:  # loaded at run time for --track only
+    from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
 # Metrics that differ between repeated runs; all others are equal to the bit. (`judge/` counts the calls and the cost of
@@ -119,7 +122,7 @@ def means_by_source(
 
 
 # The metrics of the progress line in order, with their formats; those that a record lacks are left out.
-SHOWN = {
+PROGRESS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "reward": "reward {:.3f}",
@@ -170,10 +173,23 @@ def _plain(value):
 
 def _progress_line(record: dict) -> str:
     parts = []
-    for name, form in SHOWN.items():
+    for name, form in PROGRESS.items():
         if record.get(name) is not None:
             parts.append(form.format(record[name]))
     return "  ".join(parts)
+
+
+class NoTracker:
+    """The tracker of a run without --track."""
+
+    def write(self, record: dict) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_TRACKER = NoTracker()
 
 
 class MetricsLog:
@@ -189,7 +205,7 @@ class MetricsLog:
         start: int,
         total: int,
         label: str,
-        tracker: Tracker | NoTracker = NO_TRACKER,
+        tracker: "Tracker | NoTracker" = NO_TRACKER,
     ):
         self.path = output / FILE
         self.total = total

@@ -15,7 +15,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each paramet
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with one peak learning rate, by names that are unique in the run."""
 
     parameters: dict[str, nn.Parameter]
@@ -23,7 +23,7 @@ class Group:
     is_policy: bool = True  # and not a critic, whose rate no --kl-budget scales
 
 
-def adamw(groups: list[Group], weight_decay: float) -> torch.optim.AdamW:
+def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.AdamW:
     """Returns AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
     param_groups = []
     devices = set()

@@ -23,7 +23,7 @@ class Collapse(R3LiteError):
     """A limit of the guard was crossed once more after the last rollback."""
 
 
-class Validation(Protocol):
+class Validator(Protocol):
     """Measures the model on held-out questions."""
 
     def measure(self) -> tuple[dict, list[float] | None]:
@@ -62,7 +62,7 @@ class Oversight:
         guard: Guard,
         settings: ValidationSettings,
         total: int,
-        validation: Validation | None,
+        validation: Validator | None,
         spans: Spans | None = None,
         penalizes_kl: bool = False,
     ):
@@ -189,7 +189,7 @@ class Oversight:
             _say(f"{problem}; {cause} and stops with the weights of {best}")
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
             remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
-            remedy += f"{self.run.how_to_go_on} --guard off."
+            remedy += f"{self.run.resume_flags} --guard off."
             self.collapse = Collapse(f"{cause}: {alarm.message}", remedy)
             return True
         guard.rolled_back()

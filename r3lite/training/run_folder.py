@@ -131,7 +131,7 @@ class RunFolder:
             raise R3LiteError(f"{self.output} exists and is not an empty folder: it holds {min(names)}", remedy)
 
     @property
-    def how_to_go_on(self) -> str:
+    def resume_flags(self) -> str:
         """The flags with which a user goes on with this run."""
         return f"--config {self.output / 'config.toml'} --resume auto"
 
@@ -159,7 +159,7 @@ class RunFolder:
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
         """Removes checkpoints after a step, and writes the config and the logs up to there."""
         sweep(self.output)
-        for checkpoint_step, folder in checkpoint.all_of(self.output).items():
+        for checkpoint_step, folder in checkpoint.folders_by_step(self.output).items():
             if checkpoint_step > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
@@ -287,7 +287,7 @@ def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:
     if _is_checkpoint(Path(resume)):
         return Path(resume)
     newest = checkpoint.newest_valid(run)
-    if newest is None and (resume != "auto" or checkpoint.all_of(run)):
+    if newest is None and (resume != "auto" or checkpoint.folders_by_step(run)):
         remedy = "Pass another run folder or checkpoint, or start a new run with another --output."
         raise R3LiteError(f"{run} has no valid checkpoint", remedy)
     return newest

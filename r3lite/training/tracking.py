@@ -37,35 +37,20 @@ class Tracker:
         self._write(numbers, record["step"])
 
 
-class NoTracker:
-    """The tracker of a run without --track."""
-
-    def write(self, record: dict) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_TRACKER = NoTracker()
-
-
 def build_tracker(
     tracking: TrackSettings,
     settings: dict[str, Any],
     output: Path,
     done: int,
-) -> Tracker | NoTracker:
-    """Returns the tracker that --track names, for a run that stands at step `done`.
+) -> Tracker:
+    """Returns the tracker that --track names, which is not none, for a run that stands at step `done`.
 
     `settings` are all of the run's, which Weights & Biases shows. Raises R3LiteError if the service cannot be reached
     or refuses.
     """
     if tracking.track == "tensorboard":
         return _tensorboard(output, done)
-    if tracking.track == "wandb":
-        return _wandb(tracking, settings, output=output, done=done)
-    return NO_TRACKER
+    return _wandb(tracking, settings, output=output, done=done)
 
 
 def _tensorboard(output: Path, done: int) -> Tracker:

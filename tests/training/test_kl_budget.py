@@ -18,8 +18,8 @@ class Run:
     """Rounds whose updates have random gradients, and whose KL a test says."""
 
     def __init__(self, rates: list[float], target: float = 0.04):
-        policy = optim.Group({"a": torch.nn.Parameter(torch.ones(3))}, PEAK)
-        critic = optim.Group({"v": torch.nn.Parameter(torch.ones(2))}, CRITIC_PEAK, is_policy=False)
+        policy = optim.ParameterGroup({"a": torch.nn.Parameter(torch.ones(3))}, PEAK)
+        critic = optim.ParameterGroup({"v": torch.nn.Parameter(torch.ones(2))}, CRITIC_PEAK, is_policy=False)
         self.optimizer = optim.adamw([policy, critic], weight_decay=0.0)
         self.precision = Precision(torch.float32, torch.device("cpu"))
         self.rates, self.round = rates, 0

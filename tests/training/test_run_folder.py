@@ -144,7 +144,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_fingerprint_and_is_resumed(tm
     (tmp_path / "base" / "config.json").write_text("{}")
     monkeypatch.setattr(checkpoint, "read", old)
     assert not resumed(tmp_path / "out", tmp_path / "base")
-    assert list(checkpoint.all_of(tmp_path / "out")) == [2, 3, 4]
+    assert list(checkpoint.folders_by_step(tmp_path / "out")) == [2, 3, 4]
 
 
 def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):

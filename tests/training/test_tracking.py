@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.settings import TrackSettings
-from r3lite.training.metrics import MetricsLog
+from r3lite.training.metrics import NO_TRACKER, MetricsLog
 from r3lite.training.tracking import WANDB_ID, build_tracker
 
 SETTINGS = {"seed": 7}
@@ -15,8 +15,10 @@ RECORDS = [{"step": 1, "loss": 2.0, "guard/alarm": "kl", "kl": None}, {"step": 2
 
 def logged(folder, track: str, records=RECORDS, done: int = 0) -> None:
     folder.mkdir(exist_ok=True)
-    tracking = TrackSettings(track=track, track_project="p", track_name="n")
-    tracker = build_tracker(tracking, SETTINGS, output=folder, done=done)
+    tracker = NO_TRACKER
+    if track != "none":
+        tracking = TrackSettings(track=track, track_project="p", track_name="n")
+        tracker = build_tracker(tracking, SETTINGS, output=folder, done=done)
     log = MetricsLog(folder, start=done, total=3, label="sft", tracker=tracker)
     for record in records:
         log.write(record)

@@ -89,7 +89,7 @@ class Algorithm:
             raise UsageError("--importance-cap also needs --old-logprobs trainer")
 
     @property
-    def most_off_policy(self) -> int:
+    def max_off_policy(self) -> int:
         """The largest number of off-policy episodes in a round, beside the sampled ones."""
         settings = self.settings
         traces = settings.questions_at(settings.trace_share) if self.has_traces else 0
@@ -97,7 +97,7 @@ class Algorithm:
         return traces + replayed
 
     @property
-    def most_sampled(self) -> int:
+    def max_sampled_tokens(self) -> int:
         """The most tokens that an episode may sample: with --learn answer a turn, else all turns."""
         if self.settings.learn == "answer":
             return self.lengths.max_new_tokens

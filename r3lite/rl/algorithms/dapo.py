@@ -25,7 +25,7 @@ class Dapo(Grpo):
     def length_penalties(self, batch: Batch) -> Tensor:
         """Returns the penalty [B] of each episode's length, which is subtracted from its return."""
         lengths = batch.action_mask.sum(-1)
-        max_length = self.most_sampled
+        max_length = self.max_sampled_tokens
         cache = self.settings.overlong_cache * max_length
         excess = lengths - (max_length - cache)
         return self.settings.overlong_penalty * (excess / cache).clamp(0, 1)
