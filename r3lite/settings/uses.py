@@ -26,7 +26,8 @@ class CommandSettings(dict):
     `command` is its name.
     """
 
-    __getattr__ = dict.get
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
 
 @dataclass(frozen=True)
