@@ -20,9 +20,8 @@ class DoctorConfig(CommandConfig):
     """Checks whether r3lite computes correctly on this machine, and how fast, in about a minute, without a download.
 
     Prints one line per check: ok; !! for a failure, with what to do; -- for a check that does not apply here, with the
-    reason. The exit status is 1 if a check fails. Later time predictions use the measured speeds. The report is written
-    to --output FILE.json, by default ~/.cache/r3lite/doctor.json; attach it to bug reports: it contains no paths and no
-    user or host names.
+    reason. The exit status is 1 if a check fails. The report is written to --output FILE.json, by default
+    ~/.cache/r3lite/doctor.json; attach it to bug reports: it contains no paths and no user or host names.
     """
 
     doctor: DoctorSettings = DoctorSettings()

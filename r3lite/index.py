@@ -48,14 +48,14 @@ def work(config: IndexConfig) -> None:
     output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     building.check_output(output)  # before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
-        building.build(settings, config.chunking, output)
+        building.build_folder(settings, config.chunking, output)
 
 
 def plan(config: IndexConfig) -> str:
     """Returns what the index would take, for a dry run, which does not load the encoder."""
     from r3lite.retrieval.corpus import count_lines
     from r3lite.retrieval.documents.folder import read_folder
-    from r3lite.retrieval.encoder import known_dimension
+    from r3lite.retrieval.encoder import local_dimension
     from r3lite.retrieval.vectors import choose
 
     settings = config.index
@@ -65,7 +65,7 @@ def plan(config: IndexConfig) -> str:
         count = sum(count_lines(path) for path in settings.corpus)
     else:
         return "For an estimate, pass --documents or --corpus."
-    dimension = known_dimension(settings.encoder)
+    dimension = local_dimension(settings.encoder)
     assumed = "" if dimension else f" (assuming {UNKNOWN} dimensions, because the encoder is not on this machine)"
     design = choose(
         kind=settings.index_type,

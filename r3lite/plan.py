@@ -60,12 +60,21 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     return make_plan(workload, config.memory, sampling)
 
 
+def title(config: PlanSftConfig | PlanRlConfig) -> str:
+    """Returns the stage that is planned, its algorithm and its model, in words."""
+    if isinstance(config, PlanSftConfig):
+        trained = "all weights" if config.lora.no_lora else "a LoRA adapter"
+        return f"SFT of {trained} for {config.model.model}"
+    start = config.model.adapter or "a fresh adapter"
+    return f"Reinforcement learning with {config.rl.algorithm} from {start} for {config.model.model}"
+
+
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
     """Prints the plan, and writes it to plan.json in --output."""
     from r3lite.core.files import write_json
 
     plan = make(config)
-    print(plan.table())
+    print(f"{title(config)}\n\n{plan.table()}")
     if config.common.output:
         path = Path(config.common.output) / "plan.json"
         write_json(path, plan.report())

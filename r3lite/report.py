@@ -95,7 +95,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     Returns by the evaluation's name the name of that first one, and the comparison.
     """
     from r3lite.evaluation.comparisons import compare
-    from r3lite.evaluation.folder import paired, predictions_of
+    from r3lite.evaluation.folder import paired_marks, predictions_of
 
     comparisons: dict[str, tuple[str, dict]] = {}
     firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
@@ -108,7 +108,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
         if first is run:
             continue
         try:
-            comparison = compare(*paired(predictions_of_first, predictions))
+            comparison = compare(*paired_marks(predictions_of_first, predictions))
         except R3LiteError as error:  # as when the retriever failed throughout
             run.notes.append(error.cause)
         else:

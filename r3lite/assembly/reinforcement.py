@@ -26,8 +26,8 @@ from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards.judge import build_judge, note_on
-from r3lite.rewards.registry import SEARCHING, named_rewards, weights_change_at
+from r3lite.rewards.judge import build_judge, missing_verdicts_note
+from r3lite.rewards.registry import SEARCH_REWARDS, named_rewards, weights_change_at
 from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
@@ -147,7 +147,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         )
         if loop.train(run, trainer, oversight, spans) and ranks.first:
             ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
-            print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
+            print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{missing_verdicts_note(judge)}")
 
 
 def check(config: PpoConfig) -> None:
@@ -165,7 +165,7 @@ def check(config: PpoConfig) -> None:
         raise UsageError(f"--least-searches is {least}; it must be at most --max-hops, {config.lengths.max_hops}")
     if not any(protocols[name].searches for name in names):
         what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
-        if idle := [reward.name for reward in named if reward.function in SEARCHING]:
+        if idle := [reward.name for reward in named if reward.function in SEARCH_REWARDS]:
             raise UsageError(f"--rewards has {idle[0]}, which needs searches, but {what} any")
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:

@@ -18,7 +18,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights
-from r3lite.rewards.reward import Scored, most_for_answer, outcome_share, score_all
+from r3lite.rewards.reward import Scored, highest_outcome, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.replay import ReplayBuffer
@@ -34,7 +34,7 @@ def check(config: PpoConfig) -> None:
     if (algorithm.has_traces or algorithm.has_replay) and changing_weights(config.reward, 1):
         why = f"{rl.algorithm} reuses the rewards of earlier rounds"
         raise UsageError(f"{why}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0")
-    if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
+    if (algorithm.has_traces or algorithm.has_replay) and not highest_outcome(config.reward):
         why = f"{rl.algorithm} needs a reward for correct answers"
         raise UsageError(f"{why}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 

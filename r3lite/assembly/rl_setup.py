@@ -29,7 +29,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.rewards.reward import most_for_answer
+from r3lite.rewards.reward import highest_outcome
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
@@ -182,7 +182,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
     seen = rounds_in_words(rounds, which)
     if not rounds:
         return ""
-    if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
+    if highest_outcome(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
             f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
@@ -190,7 +190,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
             "--max-length. Wrong answers: check whether the retriever finds them"
         )
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
-        what = "answers" if most_for_answer(config.reward) else "episodes"
+        what = "answers" if highest_outcome(config.reward) else "episodes"
         return (
             f"in {seen} the {what} of each group are all rewarded alike, so {config.rl.algorithm} learns nothing from "
             f"them. {MORE_MIXED}"
@@ -201,7 +201,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
     """That hardly any group of the first rounds mixes right and wrong answers, or ""."""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
-    if not shares or not most_for_answer(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+    if not shares or not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
         return ""
     mean = statistics.fmean(shares)
     if mean >= FEW_MIXED:
@@ -232,5 +232,5 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config, shared, config.rounds(questions), critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.max_off_policy, replays=algorithm.has_replay,
+        off_policy=algorithm.max_off_policy, replays=algorithm.has_replay,
     )  # fmt: skip

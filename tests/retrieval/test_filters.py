@@ -107,7 +107,7 @@ def searched(settings, query="House 7 in street 3"):
 def expected(corpus, k, keep):
     """The best scores of a search of everything, by brute force."""
     documents = read_corpus(corpus)
-    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents)
+    whole = index.build_index(HashingEncoder.fit(d.text for d in documents), documents)
     return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
 
 
