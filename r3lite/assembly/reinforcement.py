@@ -17,7 +17,6 @@ from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
-from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
@@ -133,7 +132,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     questions = read_questions(config)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)
-    spans = build_spans(config.tracking) if ranks.first else None
+    spans = build_spans(config.tracking.track_spans) if ranks.first else None
     judge = None
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
@@ -235,7 +234,7 @@ def check(config: PpoConfig) -> None:
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
             raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
-    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+    algorithms.check(config.rl, config.set_by_user, config.lengths)
     rl_guidance.check(config)
     answer_round.check(config)
     if config.remote.rollout_server:

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
-from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
 from r3lite.core.token_record import TokenRecord
@@ -73,9 +72,9 @@ def build_learning(
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     training = Training(
         fresh=config.lora,
-        usual=command.usual("ppo", config).lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
+        set_by_user=config.set_by_user,
         keep_reference=rl.has_reference,
         critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
         ranks=ranks,

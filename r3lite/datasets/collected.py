@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.command import refuse_another_run, refuse_other_inputs
+from r3lite.core.earlier_output import refuse_another_run, refuse_other_inputs
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_text
@@ -119,7 +119,7 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     if source == "gold":
         if output.exists() and output.stat().st_size:
             raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
-        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", known=False)
+        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", confirmed=False)
         return Earlier([], [])
     settings = config_of(output)
     rejections = rejections_of(output)

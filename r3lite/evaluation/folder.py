@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core import command
+from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
@@ -28,7 +28,7 @@ def check_output(config: Any, output: Path) -> None:
     if (output / SCORES).exists():
         remedy = f"Pass another folder, such as {output / 'evaluation'}."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy)
-    command.check_output(output, "evaluate", config, UNFINISHED)
+    earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 
 
 def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
