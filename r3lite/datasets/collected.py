@@ -129,8 +129,8 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         refuse_another_run(settings, "collect", config, output, MORE)
     command = f"collect --source {source}"
     return Earlier(
-        recover_jsonl(output, is_kept, command, known=is_continued),
-        recover_jsonl(rejections, is_rejected, command, known=is_continued),
+        recover_jsonl(output, is_kept, command, confirmed=is_continued),
+        recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
     )
 
 
