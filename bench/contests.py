@@ -128,7 +128,6 @@ def rl_round(
     """
     from r3lite.assembly import rl_setup
     from r3lite.checks.sample import whole_card
-    from r3lite.core.command import COMMANDS
     from r3lite.core.files import shipped
     from r3lite.core.invocation import resolve
     from r3lite.retrieval.retriever import build_retriever
@@ -143,7 +142,7 @@ def rl_round(
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
-        config = resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS)
+        config = resolve("ppo", PpoConfig(), [*flags.split(), *question])
         with whole_card(precision.device):  # others hold memory in this process, too
             engine, learner, _ = rl_setup.build_learning(config, [Question("1", "b", ("x",))])
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)

@@ -28,7 +28,6 @@ from r3lite.assembly import reinforcement, rl_setup
 from r3lite.assembly.rl_round import sample
 from r3lite.assembly.validation import greedy
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.command import COMMANDS, check_used
 from r3lite.core.config import check_required, flag, sections
 from r3lite.core.episode import Episode, Question, Retrieve
 from r3lite.core.errors import NotFinite, R3LiteError, UsageError
@@ -92,15 +91,13 @@ def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
     if options.groups < 0 or options.groups % 2 or options.groups > options.questions:
         wrong = f"--groups is {options.groups}; it must be even, to be halved, and at most --questions"
         raise UsageError(f"{wrong}, {options.questions}")
-    config = resolve("ppo", PpoConfig(), rest, COMMANDS)
+    config = resolve("ppo", PpoConfig(), rest)
     sampling = {name for section in SECTIONS for name in vars(sections(config)[section])}
     passed = vars(build_parser("ppo", PpoConfig()).parse_known_args(rest)[0])
     for name in passed:
         if name not in sampling.union(SETTINGS):
             raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it")
-    for section in sections(config).values():
-        section.check()
-    check_used("ppo", config)
+    config.check_settings("ppo")
     check_required(config)
     if config.lora.no_lora:
         raise UsageError("--no-lora has no adapter, whose gradients are measured: remove it")

@@ -7,7 +7,6 @@ import torch
 
 from r3lite.assembly import remote_rollouts, rl_setup, rollout_service
 from r3lite.assembly.rl_round import RoundSampler
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_questions_of
 from r3lite.retrieval.retriever import build_retriever
@@ -26,14 +25,12 @@ def worker_flags(cold: Path, *more: str) -> list[str]:
 
 def service_of(cold: Path, *more: str, token: str | None = None):
     flags = worker_flags(cold, *more)
-    return rollout_service.build_service(
-        resolve("rollout_worker", RolloutWorkerConfig(), flags, COMMANDS, "ppo"), token
-    )
+    return rollout_service.build_service(resolve("rollout_worker", RolloutWorkerConfig(), flags, "ppo"), token)
 
 
 def config_of(cold: Path, *more: str) -> PpoConfig:
     flags = arguments(cold, cold / "unused", "--algorithm", "grpo", *SHORT, *more)
-    return resolve("ppo", PpoConfig(), flags, COMMANDS)
+    return resolve("ppo", PpoConfig(), flags)
 
 
 def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):

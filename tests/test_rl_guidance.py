@@ -7,7 +7,6 @@ import pytest
 from r3lite import ppo
 from r3lite.assembly import rl_guidance
 from r3lite.assembly.rl_guidance import Guidance
-from r3lite.core.command import COMMANDS
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
@@ -42,7 +41,7 @@ def reasoned(i: int, answer: str = "Ann Dahl", reasoning: str = "I know it.") ->
 
 
 def config(*flags: str) -> PpoConfig:
-    return resolve("ppo", PpoConfig(), ["--algorithm", "hybrid", *flags], COMMANDS)
+    return resolve("ppo", PpoConfig(), ["--algorithm", "hybrid", *flags])
 
 
 @pytest.fixture
@@ -202,5 +201,5 @@ def test_what_it_cannot_work_with_is_refused(capsys, flags, says):
 
 
 def test_others_are_guided_by_nothing():
-    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"], COMMANDS)
+    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"])
     assert rl_guidance.read(made) == [] and rl_guidance.build_buffer(made) is None

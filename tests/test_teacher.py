@@ -73,19 +73,19 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
     assert collected(trajectories, tmp_path / "whole") == 0
     write, written = teacher_logprobs.write_part, []
 
-    def stops(folder, number, *rest):
+    def stops(folder, number, **part):
         if number == 1:
             raise KeyboardInterrupt
-        write(folder, number, *rest)
+        write(folder, number, **part)
 
     monkeypatch.setattr(teacher_logprobs, "write_part", stops)
     assert collected(trajectories, tmp_path / "parts") == 130
     with pytest.raises(R3LiteError, match="not a complete cache of log-probabilities: it has no manifest"):
         lessons(tmp_path / "parts")
 
-    def counted(folder, number, *rest):
+    def counted(folder, number, **part):
         written.append(number)
-        write(folder, number, *rest)
+        write(folder, number, **part)
 
     monkeypatch.setattr(teacher_logprobs, "write_part", counted)
     assert collected(trajectories, tmp_path / "parts") == 0

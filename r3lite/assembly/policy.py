@@ -6,7 +6,7 @@
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.full_tuning import FullTuning
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
-from r3lite.settings.common import CommandConfig
+from r3lite.settings.command_config import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, MODEL
@@ -49,9 +49,9 @@ class Training:
     """The settings of training an adapter or all weights, and for algorithms with a critic a value head."""
 
     fresh: LoraSettings  # shape of the adapter, if --adapter names none to start from
-    usual: LoraSettings  # the same without flags and files: a value that differs was asked for
     optimizer: OptimizerSettings
     seed: int
+    set_by_user: Collection[str] = ()  # names of settings; those of `fresh` must be the adapter's, too
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
     critic_learning_rate: float | None = None  # None: no critic
     ranks: Ranks = ALONE  # which train it together
@@ -331,11 +331,10 @@ def _check_shape(adapter: str, training: Training) -> None:
     }
     for name, value in shape.items():
         setting = getattr(training.fresh, name)
-        was_given = setting != getattr(training.usual, name)
         is_equal = setting == value
         if name == "lora_targets":
             is_equal = set(setting) == set(value)
-        if was_given and not is_equal:
+        if name in training.set_by_user and not is_equal:
             remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
             raise R3LiteError(f"{flag(name)} is {setting}, but the adapter {adapter} has {value}", remedy)
 

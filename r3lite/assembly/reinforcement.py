@@ -17,7 +17,6 @@ from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
-from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
@@ -27,8 +26,8 @@ from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards.judge import build_judge, note_on
-from r3lite.rewards.registry import SEARCHING, named_rewards, weights_change_at
+from r3lite.rewards.judge import build_judge, missing_verdicts_note
+from r3lite.rewards.registry import SEARCH_REWARDS, named_rewards, weights_change_at
 from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
@@ -124,7 +123,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         if completed and ranks.first:
             outcome = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             adapter = run.output / "adapter"
-            answers = f"answers: {trainer.episodes_file}{note_on(trainer.sampler.judge)}"
+            answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.sampler.judge)}"
             print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
 
 
@@ -133,7 +132,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     questions = read_questions(config)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)
-    spans = build_spans(config.tracking) if ranks.first else None
+    spans = build_spans(config.tracking.track_spans) if ranks.first else None
     judge = None
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
@@ -235,7 +234,7 @@ def check(config: PpoConfig) -> None:
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
             raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
-    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+    algorithms.check(config.rl, config.set_by_user, config.lengths)
     rl_guidance.check(config)
     answer_round.check(config)
     if config.remote.rollout_server:
@@ -257,7 +256,7 @@ def check_searches(config: PpoConfig) -> None:
         raise UsageError(f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}")
     if any(protocol.searches for protocol in protocols_in_use):
         return
-    searching_rewards = [reward.name for reward in rewards if reward.function in SEARCHING]
+    searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:
         place = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
         raise UsageError(f"--rewards has {searching_rewards[0]}, which needs searches, but {place} any")

@@ -19,7 +19,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights
-from r3lite.rewards.reward import Scored, most_for_answer, outcome_share, score_all
+from r3lite.rewards.reward import Scored, highest_outcome, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.replay import ReplayBuffer
@@ -37,7 +37,7 @@ def check(config: PpoConfig) -> None:
     if changing_weights(config.reward, 1):
         cause = f"{rl.algorithm} reuses the rewards of earlier rounds"
         raise UsageError(f"{cause}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0")
-    if not most_for_answer(config.reward):
+    if not highest_outcome(config.reward):
         cause = f"{rl.algorithm} needs a reward for correct answers"
         raise UsageError(f"{cause}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
-from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
 from r3lite.core.token_record import TokenRecord
@@ -31,7 +30,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.rewards.reward import most_for_answer
+from r3lite.rewards.reward import highest_outcome
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
@@ -73,9 +72,9 @@ def build_learning(
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     training = Training(
         fresh=config.lora,
-        usual=command.usual("ppo", config).lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
+        set_by_user=config.set_by_user,
         keep_reference=rl.has_reference,
         critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
         ranks=ranks,
@@ -247,7 +246,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
     if not rounds:
         return ""
     period = rounds_in_words(rounds, which)
-    pays_answers = most_for_answer(config.reward) > 0
+    pays_answers = highest_outcome(config.reward) > 0
     if pays_answers and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
@@ -266,7 +265,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
 
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
     """Returns a message that hardly any group of the first rounds mixes right and wrong answers, or ""."""
-    if not most_for_answer(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+    if not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
         return ""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
     if not shares:
@@ -307,7 +306,6 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
         shared,
         config.rounds(questions),
         critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios,
         off_policy=algorithm.max_off_policy,
         replays=algorithm.has_replay,
     )

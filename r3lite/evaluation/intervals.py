@@ -43,7 +43,12 @@ def ratios(sums: np.ndarray) -> np.ndarray:
 def interval(values: np.ndarray) -> dict[str, float | None]:
     """Returns the first of `values` [1 + resamples], that of all questions, and the percentile interval of the
     resamples; None if the first is nan."""
-    if np.isnan(values[0]):
+    value = values[0]
+    if np.isnan(value):
         return {"value": None, "low": None, "high": None}
     low, high = np.nanpercentile(values[1:], (LOW_END, HIGH_END))
-    return {"value": float(values[0]), "low": float(low), "high": float(high)}
+    return {
+        "value": float(value),
+        "low": float(low),
+        "high": float(high),
+    }

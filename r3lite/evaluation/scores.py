@@ -45,7 +45,11 @@ class Marks:
     failure: str | None = None  # why the retriever failed at a query; then the numbers are no scores
 
     @staticmethod
-    def of(episode: Episode, judged: bool | None = None, bert_score: float | None = None) -> "Marks":
+    def of(
+        episode: Episode,
+        judged: bool | None = None,
+        bert_score: float | None = None,
+    ) -> "Marks":
         question = episode.question
         em, f1 = answer_scores(episode)
         means: dict[str, float | None] = {"reasoning_tokens": episode.tokens_written}
@@ -83,8 +87,14 @@ class Marks:
 
     def to_json(self) -> dict:
         """Returns the keys of a line of predictions.jsonl beside those of the episode."""
-        line = {"em": self.em, "f1": self.f1, "recall": self.recall, "hops": self.hops, "type": self.type}
-        line |= self.means
+        line = {
+            "em": self.em,
+            "f1": self.f1,
+            "recall": self.recall,
+            "hops": self.hops,
+            "type": self.type,
+            **self.means,
+        }
         if self.judged is not None:
             line["judged"] = self.judged
         return line
@@ -124,7 +134,7 @@ def combined(marks: Marks) -> float | None:
     return combined_score(marks.em, marks.f1, marks.recall, hops=marks.hops)
 
 
-def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
+def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
     """Returns by metric two numbers of each question: what is summed up, and what the sum is divided by.
 
     Both are 0 if the metric is unknown of the question. Metrics that are known of no question are left out, but for
@@ -171,7 +181,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     Questions at which the retriever failed are left out, also of `n`.
     """
     marks = without_failures(marks)
-    parts_by_metric = parts(marks)
+    parts_by_metric = metric_parts(marks)
     table = np.array(list(parts_by_metric.values()), dtype=np.float64)  # [metrics, n, 2]
     means = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
     entries: dict = {"n": len(marks)}
@@ -185,10 +195,18 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     return entries
 
 
-def scores_by(group: Callable[[Marks], int | str], marks: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
+def scores_by(
+    group: Callable[[Marks], int | str],
+    marks: Sequence[Marks],
+    seed: int = 0,
+) -> dict[str, dict]:
     """Returns the scores of each group of questions, such as those of one type; an empty name is no group."""
     names = sorted({group(m) for m in marks if not m.failure} - {""})
-    return {str(name): scores([m for m in marks if group(m) == name], seed) for name in names}
+    by_name = {}
+    for name in names:
+        group_marks = [m for m in marks if group(m) == name]
+        by_name[str(name)] = scores(group_marks, seed)
+    return by_name
 
 
 def summary(episodes: Sequence[Episode], marks: Sequence[Marks], seed: int) -> dict:

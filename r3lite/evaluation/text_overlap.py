@@ -78,7 +78,8 @@ def _counts(prediction: str, references: Sequence[str]) -> _Counts:
 
 
 def _ngrams(words: list[str], n: int) -> Counter:
-    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+    starts = range(len(words) - n + 1)
+    return Counter(tuple(words[start : start + n]) for start in starts)
 
 
 def _bleu(counts: _Counts, orders: int) -> float:
@@ -102,7 +103,8 @@ def _bleu(counts: _Counts, orders: int) -> float:
 
 def _words(text: str) -> list[str]:
     """Returns words and marks, as NIST's mteval-v13a separates them: `1,000.5` is one word, `end.` is two."""
-    text = text.rstrip().replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
+    text = text.rstrip().replace("<skipped>", "")
+    text = text.replace("-\n", "").replace("\n", " ")
     for entity, character in ENTITIES.items():
         text = text.replace(entity, character)
     text = SEPARATE_MARK.sub(r" \1 ", f" {text} ")
@@ -128,4 +130,5 @@ def bert_score(prediction: np.ndarray, reference: np.ndarray) -> Overlap:
 
 
 def _unit_vectors(vectors: np.ndarray) -> np.ndarray:
-    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float64)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / lengths).astype(np.float64)

@@ -32,7 +32,8 @@ def contains_gold(episode: Episode) -> float:
 
 def rouge_l(episode: Episode) -> float:
     """Returns the best ROUGE-L F1 of the answer over the gold answers (Lin 2004, W04-1013), 0 to 1."""
-    return max((answer_match.rouge_l(episode.prediction, gold).f1 for gold in episode.question.answers), default=0.0)
+    overlaps = [answer_match.rouge_l(episode.prediction, gold) for gold in episode.question.answers]
+    return max((overlap.f1 for overlap in overlaps), default=0.0)
 
 
 def rouge_l_levels(

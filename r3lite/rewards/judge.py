@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # its libraries take long to load
 
 OUTPUT_TOKENS = 256
 OUTPUT_TOKENS_PER_STEP = 64
-# The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
-# when a round ends before any call succeeded.
+# The run stops when more than half of the last WINDOW replies failed, of at least MIN_REPLIES; when IN_A_ROW failed;
+# and when a round ends before any call succeeded.
 WINDOW = 40
-ENOUGH = 20
+MIN_REPLIES = 20
 IN_A_ROW = 8
 
 
@@ -46,7 +46,8 @@ def read_verdict(data: Any, episode: Episode) -> Verdict:
     step_count = len(episode.steps)
     if numbers != list(range(1, step_count + 1)):
         raise grade.error(f"the steps are {shown(numbers)}; they must be 1 to {step_count}, in order")
-    opinions = [_opinion(entry, step) for entry, step in zip(entries, episode.steps, strict=True)]
+    pairs = zip(entries, episode.steps, strict=True)
+    opinions = [_opinion(entry, step) for entry, step in pairs]
     is_right = grade.flag("answer_is_right") and bool(episode.prediction)
     return Verdict(is_right, tuple(opinions))
 
@@ -71,7 +72,7 @@ def _tenths(entry: Record, name: str) -> float:
 
 
 @functools.cache
-def question() -> tuple[str, dict]:
+def judge_prompt() -> tuple[str, dict]:
     """Returns the judge's instructions and the JSON schema of its reply.
 
     Both are part of the name of a cached reply: if they change, every episode is judged anew.
@@ -83,7 +84,7 @@ def question() -> tuple[str, dict]:
 
 def request_for(episode: Episode) -> Request:
     """Returns the one call that judges an episode."""
-    system, schema = question()
+    system, schema = judge_prompt()
     return Request(
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
         system=system,
@@ -109,7 +110,11 @@ class Judge:
         self._latest: deque[Reply] = deque(maxlen=WINDOW)
         self._has_succeeded = False  # True also once a verdict came from the cache
 
-    def verdicts(self, episodes: list[Episode], progress: str | None = None) -> list[Verdict | None]:
+    def verdicts(
+        self,
+        episodes: list[Episode],
+        progress: str | None = None,
+    ) -> list[Verdict | None]:
         """Returns one verdict per episode, None if the call failed; `progress` names a progress bar.
 
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
@@ -139,15 +144,17 @@ class Judge:
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
             raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
-        self._has_succeeded |= reply.failure is None
+        if reply.failure is None:
+            self._has_succeeded = True
         if reply.cached:
             return
         self._latest.append(reply)
         self._replies += 1
-        self._failed += reply.failure is not None
+        if reply.failure is not None:
+            self._failed += 1
         failed = [latest.failure is not None for latest in self._latest]
         row_failed = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
-        most_failed = len(failed) >= ENOUGH and sum(failed) > len(failed) / 2
+        most_failed = len(failed) >= MIN_REPLIES and sum(failed) > len(failed) / 2
         if row_failed or most_failed:
             raise self._failing()
 
@@ -169,7 +176,7 @@ def _nothing_right(episode: Episode) -> Verdict | None:
     return Verdict(False, tuple(opinions))
 
 
-def note_on(judge: Judge | None) -> str:
+def missing_verdicts_note(judge: Judge | None) -> str:
     """Returns what the end of a run adds about verdicts that are missing; nothing if none is."""
     if judge is None or not judge.missing:
         return ""

@@ -32,7 +32,11 @@ def relevance(
 
 
 def trajectory_factor(
-    episode: Episode, is_right: bool, gamma_correct: float, gamma_incorrect: float, gamma_fail: float
+    episode: Episode,
+    is_right: bool,
+    gamma_correct: float,
+    gamma_incorrect: float,
+    gamma_fail: float,
 ) -> float:
     """Returns R3-RAG's factor of an episode's process rewards: 1 + the gamma of a correct, wrong or missing answer."""
     if not episode.prediction:

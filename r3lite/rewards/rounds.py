@@ -63,12 +63,12 @@ def _share_with_fault(episodes: Sequence[Episode], fault: str) -> float:
 
 def _means_of_parts(rewarded: Sequence[Scored]) -> dict[str, float]:
     """Returns the mean of each part over the rewards that have it: there is no recall without gold paragraphs."""
-    means = {}
-    for name in sorted({name for reward in rewarded for name in reward.parts}):
-        values = [reward.parts[name] for reward in rewarded if reward.parts.get(name) is not None]
-        if values:
-            means[f"rewards/{name}/mean"] = statistics.fmean(values)
-    return means
+    by_name: dict[str, list[float]] = {}
+    for reward in rewarded:
+        for name, value in reward.parts.items():
+            if value is not None:
+                by_name.setdefault(name, []).append(value)
+    return {f"rewards/{name}/mean": statistics.fmean(by_name[name]) for name in sorted(by_name)}
 
 
 def _means_of_sources(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
@@ -102,14 +102,18 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
     total = 0
     distinct = 0
     for turn in turns:
-        ngrams = [tuple(turn[i : i + NGRAM]) for i in range(len(turn) - NGRAM + 1)]
+        starts = range(len(turn) - NGRAM + 1)
+        ngrams = [tuple(turn[start : start + NGRAM]) for start in starts]
         total += len(ngrams)
         distinct += len(set(ngrams))
     return 1 - distinct / total if total else 0.0
 
 
 def episode_records(
-    number: int, episodes: Sequence[Episode], scored: Sequence[Scored | None], learned: Sequence[bool] | None = None
+    number: int,
+    episodes: Sequence[Episode],
+    scored: Sequence[Scored | None],
+    learned: Sequence[bool] | None = None,
 ) -> list[dict]:
     """Returns the lines of episodes.jsonl for round `number`: steps and rewards of each episode.
 

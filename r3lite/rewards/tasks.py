@@ -96,5 +96,6 @@ def _parsed(code: str) -> ast.Module | None:
 
 
 def _has_hints(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    arguments = [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]
-    return function.returns is not None or any(argument.annotation for argument in arguments)
+    if function.returns is not None:
+        return True
+    return any(isinstance(node, ast.arg) and node.annotation for node in ast.walk(function.args))

@@ -62,7 +62,11 @@ def keyword_overlap(episode: Episode) -> float:
     return max(shares, default=0.0)
 
 
-def logical_connectors(episode: Episode, most: int = 3, words: tuple[str, ...] = CONNECTORS) -> float:
+def logical_connectors(
+    episode: Episode,
+    most: int = 3,
+    words: tuple[str, ...] = CONNECTORS,
+) -> float:
     """Returns how many different ones of `words` the analyses have, of the first `most`, 0 to 1.
 
     They are whole words in any case.

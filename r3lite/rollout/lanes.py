@@ -30,16 +30,16 @@ class Visitor(Sequence):
 
     adapter: str | None = None  # None: the bare base
     sampler: Sampler = Sampler()
-    most: int | None = None  # tokens that it may write in all
+    max_tokens: int | None = None  # that it may write in all
     leaving: bool = False
     error: NotFinite | None = None
 
     @property
-    def goes(self) -> bool:
+    def must_leave(self) -> bool:
         """True if it leaves, cannot go on, or has written all that it may."""
         if self.leaving or self.error is not None:
             return True
-        return self.most is not None and len(self.logprobs) >= self.most
+        return self.max_tokens is not None and len(self.logprobs) >= self.max_tokens
 
 
 class LaneEngine(Engine):
@@ -113,11 +113,11 @@ class Lanes:
         return self.fetchers[name].is_waiting
 
     def _clear_out(self, scheduler: Scheduler) -> None:
-        """Cuts off the sequences of a lane that go, unless they wait for documents."""
-        for sequence in [s for s in scheduler.waiting if s.goes]:
+        """Cuts off the sequences of a lane that must leave, unless they wait for documents."""
+        for sequence in [s for s in scheduler.waiting if s.must_leave]:
             scheduler.waiting.remove(sequence)
             sequence.finish = CUT_OFF
-        for sequence in [s for s in scheduler.running if s.goes]:
+        for sequence in [s for s in scheduler.running if s.must_leave]:
             if sequence.error:
                 scheduler.discard(sequence)
             else:

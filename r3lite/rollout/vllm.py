@@ -76,7 +76,7 @@ class VllmServer:
         max_length = self.config.lengths.max_length
 
         def read(reply: Record) -> ServedModel:
-            first = reply.records("data", least=1)[0]
+            first = reply.records("data", minimum=1)[0]
             name = first.text("id")
             return ServedModel(name, first.text("root", name), first.whole("max_model_len", max_length))
 
@@ -188,7 +188,7 @@ class VllmServer:
         model = reply.text("model")
         if model != self.name:
             raise InvalidRecord(f"the model is {shown(model)}, not {self.name}")
-        completion = reply.records("choices", least=1)[0]
+        completion = reply.records("choices", minimum=1)[0]
         ids = whole_numbers(completion, "token_ids", IDS)
         logprobs = _logprobs(reply)
         if len(ids) != len(logprobs):
@@ -197,5 +197,5 @@ class VllmServer:
 
 
 def _logprobs(reply: Record) -> list[float]:
-    completion = reply.records("choices", least=1)[0]
+    completion = reply.records("choices", minimum=1)[0]
     return log_probabilities(completion.record("logprobs"), "token_logprobs")

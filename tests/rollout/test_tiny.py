@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from r3lite.assembly.answering import build_engine
-from r3lite.core.command import COMMANDS
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
@@ -22,7 +21,7 @@ from r3lite.rollout.sampling import Sampler
 def tiny():
     """An engine of the tiny base, a retriever over the sample world, and four questions."""
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
-    config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
+    config = resolve("evaluate", EvaluateConfig(), arguments)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
     retrieve = build_retriever(Setup(config.retrieval, questions))
     return build_engine(config, len(questions)), retrieve, questions
