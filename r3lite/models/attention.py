@@ -22,7 +22,12 @@ class AttentionContext(Protocol):
 
     positions: Tensor  # [B, T], or [1, T] if all rows have the same
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """Returns the attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
 
         `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already.
@@ -40,11 +45,20 @@ class CausalRows:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         self.positions = positions[None]  # [1, T]
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         return grouped_attention(q, kv, None)
 
 
-def grouped_attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+def grouped_attention(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
     """Returns the attention's output [B, T, H D] for queries [B, H, T, D].
 
     `kv` [B, 2 K, S, D] has the keys, then the values. Without a mask the attention is causal. Each key/value head
@@ -76,7 +90,8 @@ def causal_masks(
         if start == 0:
             masks.append(None)
             continue
-        padding = -(start + T) % ALIGNMENT
+        length = start + T
+        padding = -length % ALIGNMENT
         padded = F.pad(causal[:T, :T], (start, padding))
-        masks.append(padded[:, : start + T])
+        masks.append(padded[:, :length])
     return masks

@@ -6,6 +6,7 @@ A token's slot is its position, so a row's slots 0 .. length-1 hold the keys and
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,15 @@ from r3lite.models.attention import ALIGNMENT, causal_masks, grouped_attention
 from r3lite.models.causal_lm import CausalLM
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
+
+
+class _RowPart(NamedTuple):
+    """The part of a prefill that belongs to one row of the cache."""
+
+    row: int
+    share: slice  # of the prefill's N tokens
+    length: int  # of the row, with these tokens
+    mask: Tensor | None
 
 
 class Prefill:
@@ -38,20 +48,31 @@ class Prefill:
         self.positions = torch.tensor([positions]).to(cache.device, non_blocking=True)  # [1, N]
         cache.reserve(max(cached_length + T for cached_length, T in stretches))
         masks = causal_masks(stretches, cache.device, cache.dtype)
-        self.parts: list[tuple[int, slice, int, Tensor | None]] = []  # row, its share of the N, its slots, its mask
+        self.parts: list[_RowPart] = []
         first = 0
         for (row, _), (cached_length, T), mask in zip(additions, stretches, masks):
-            length = cached_length + T
-            self.parts.append((row, slice(first, first + T), length, mask))
-            cache.lengths[row] = length
+            part = _RowPart(
+                row=row,
+                share=slice(first, first + T),
+                length=cached_length + T,
+                mask=mask,
+            )
+            self.parts.append(part)
+            cache.lengths[row] = part.length
             first += T
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]. Writes kv to the cache."""
         outputs = []
         for row, share, length, mask in self.parts:
+            new_tokens = share.stop - share.start
             cached = self.cache.blocks[layer][row : row + 1, :, :length]  # [1, 2 K, S, D], a view
-            cached[:, :, share.start - share.stop :] = kv[:, :, share]
+            cached[:, :, -new_tokens:] = kv[:, :, share]
             outputs.append(grouped_attention(q[:, :, share], cached, mask))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -71,7 +92,12 @@ class Decode:
         mask = torch.where(is_later, cache.masked_score, cache.visible_score)
         self.mask = mask[..., :used]  # [B, 1, 1, S]
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
         B, K2, _, D = kv.shape
         cached = self.cache.blocks[layer][:B]
@@ -135,7 +161,12 @@ class KVCache:
         positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
         return Decode(self, positions_on_device[:, None], used)
 
-    def copy(self, source: int, target: int, count: int) -> None:
+    def copy(
+        self,
+        source: int,
+        target: int,
+        count: int,
+    ) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""
         for block in self.blocks:
             block[target, :, :count] = block[source, :, :count]

@@ -210,7 +210,16 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head_weight, count, chunk, loss_of_chunk, trains, head_grad):
+    def forward(
+        ctx,
+        hidden,
+        head_weight,
+        count,
+        chunk,
+        loss_of_chunk,
+        trains,
+        head_grad,
+    ):
         assert not head_weight.requires_grad, "the head is frozen"
         grad_hidden = None
         if trains:

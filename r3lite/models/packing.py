@@ -84,7 +84,12 @@ class Pack:
         positions_on_device = torch.tensor([positions]).to(device, non_blocking=True)
         return Pack(tokens=torch.tensor([tokens]), positions=positions_on_device, segments=segments, places=places)
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
         # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
         sizes = [segment.size for segment in self.segments]
