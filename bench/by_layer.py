@@ -14,8 +14,8 @@ import torch
 
 from bench.counted import Done, Work
 from bench.shapes import write_folder
-from bench.simulated_cuda import GIB, SimulatedCuda
-from bench.simulation.counts import Counts
+from bench.stress.simulated_cuda import GIB, SimulatedCuda
+from bench.stress.simulation.counts import Counts
 from r3lite.devices.cards import CARDS, Speeds
 from r3lite.devices.precision import Precision
 from r3lite.memory.duration import CARD, Cost

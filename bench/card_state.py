@@ -29,7 +29,7 @@ def adapter_of(output: Path) -> Path | None:
     if (output / SUMMARY).exists():
         return output / checkpoint.ADAPTER
     newest = checkpoint.newest_valid(output)
-    if newest is None or newest == checkpoint.all_of(output).get(0):
+    if newest is None or newest == checkpoint.folders_by_step(output).get(0):
         return None
     return newest / checkpoint.ADAPTER
 

@@ -61,7 +61,7 @@ Clients repeat failed requests: all {sent:,} and {chats[sent]:,} were answered. 
 
 @functools.cache
 def loads() -> dict[str, dict]:
-    """The newest run of bench/load.py for each server."""
+    """The newest run of bench/stress/load.py for each server."""
     runs = json.loads((RESULTS / "load.json").read_text(encoding="utf-8"))["runs"]
     found = {run["server"]: run | {"minutes": run["seconds"] / 60} for run in runs}
     assert all(run["sent"] == run["answered"] and not run["wrong"] for run in found.values()), "something was lost"

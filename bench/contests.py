@@ -79,7 +79,7 @@ class Ours:
         workload = sft_workload(SftConfig(model=model, sft=SftSettings(max_length=tokens, batch_size=1)))
         memory = make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
         parameters = lora.adapter_parameters(self.model, "policy")
-        optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
+        optimizer = optim.adamw([optim.ParameterGroup(parameters, 1e-4)], 0.0)
         ids = torch.tensor(full_prompts(1, tokens), device=self.device)  # [1, T]
 
         def mean_loss(rows: slice, logprobs: Tensor, _: None) -> tuple[Tensor, dict]:

@@ -17,8 +17,8 @@ from bench import peers
 from bench.contest import OURS
 from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours, rl_round
 from bench.full_length import full_prompts, full_rows
-from bench.simulated_cuda import SimulatedCuda
-from bench.simulation.counts import Counts
+from bench.stress.simulated_cuda import SimulatedCuda
+from bench.stress.simulation.counts import Counts
 from r3lite.assembly import supervised
 from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve

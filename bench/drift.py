@@ -122,7 +122,7 @@ class Seed:
         questions = read_questions_of(config.data, config.mixture)
         retrieve = build_retriever(Setup(config.retrieval, questions, config.common.seed))
         engine, learner, state = rl_setup.build(config, questions)
-        state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.all_of(output))}"))
+        state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.folders_by_step(output))}"))
         sampled = RoundSampler(config, questions, engine, retrieve, None).sample(1, Stopwatch())
         batch = Batch.of(sampled.rollouts())
         batch = batch.rescored(learner.policy_logprobs(batch))  # by the pass that the reference has: no rounding

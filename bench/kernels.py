@@ -3,9 +3,9 @@
     python -m bench.kernels                        # in bf16; JSON and a page under bench/results
     python -m bench.kernels --dtype fp32 --only decode sft nf4
 
-Everything is counted on the simulated card (bench/simulated_cuda.py) with the published widths, one and two layers and
-random weights; no model is needed. It takes minutes of a core, and 5 GB of the host's memory for SFT of 2,048 tokens:
-all logits of transformers exist at once. Then each piece of work is predicted for the cards of
+Everything is counted on the simulated card (bench/stress/simulated_cuda.py) with the published widths, one and two
+layers and random weights; no model is needed. It takes minutes of a core, and 5 GB of the host's memory for SFT of
+2,048 tokens: all logits of transformers exist at once. Then each piece of work is predicted for the cards of
 r3lite/devices/cards.py, by the rule of r3lite/memory/duration.py. bench/counted.py says what work is done,
 bench/kernels_page.py what the page tells.
 """

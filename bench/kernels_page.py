@@ -8,10 +8,10 @@ from r3lite.memory.duration import in_words
 PAGE = """\
 # Kernels and bytes
 
-What `python -m bench.kernels` counted: on a card that is simulated on a CPU (`bench/simulated_cuda.py`), by models of
-the published widths with random weights, a vocabulary of 151,936 (a tokenizer of 151,665) and a LoRA adapter (r=8, all
-projections) that is on. **No figure here is of a real card, and no time was measured: times are predicted.** These are
-the newest runs; all are in `kernels-simulated.json`.
+What `python -m bench.kernels` counted: on a card that is simulated on a CPU (`bench/stress/simulated_cuda.py`), by
+models of the published widths with random weights, a vocabulary of 151,936 (a tokenizer of 151,665) and a LoRA adapter
+(r=8, all projections) that is on. **No figure here is of a real card, and no time was measured: times are predicted.**
+These are the newest runs; all are in `kernels-simulated.json`.
 
 What a layer takes is what a model of two layers takes more than one of one; the rest of that one is "outside" (the
 first layer makes no gradient of its input, which is subtracted there). A kernel is an operator that is no view and no

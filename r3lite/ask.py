@@ -18,21 +18,21 @@ def ask(config: AskConfig) -> None:
         raise UsageError("the question is empty")
 
     from r3lite.assembly.answering import build_engine, open_retriever
-    from r3lite.assembly.asking import Conversation
-    from r3lite.training.earlier_run import made_by_run
+    from r3lite.assembly.asking import AskSession
+    from r3lite.training.earlier_run import result_of_run
 
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
-    if made_by_run(config.model.model, config.model.adapter) is None:
+    if result_of_run(config.model.model, config.model.adapter) is None:
         print("warning: without --adapter, the model is not trained on the step format", file=sys.stderr)
-    conversation = Conversation(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
+    session = AskSession(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
     if question is not None:
-        conversation.ask(question)
+        session.ask(question)
         return
     for line in lines(config.ask.json):
         try:
             check_texts({"question": line})
-            conversation.ask(line)
+            session.ask(line)
         except KeyboardInterrupt:
             print("\nstopped; press Ctrl-C again to exit", file=sys.stderr)
         except (R3LiteError, UsageError) as error:  # about this question, such as one that is too long

@@ -29,9 +29,9 @@ def plan(config: CollectConfig) -> str:
     if config.cache.teacher_logprobs is None:
         if config.collect.source != "self":
             return ""
-        from r3lite.assembly.answering import MANY, plan_memory
+        from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
 
-        episodes = (config.data.limit or MANY) * config.collect.num_generations
+        episodes = (config.data.limit or QUESTIONS_OF_DRY_RUN) * config.collect.num_generations
         return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
     from r3lite.assembly import teacher
 

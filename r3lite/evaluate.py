@@ -42,12 +42,12 @@ def check_baseline(config: EvaluateConfig) -> None:
 
 
 def plan(config: EvaluateConfig) -> str:
-    from r3lite.assembly.answering import MANY, plan_memory
+    from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
 
     if config.evaluate.compare:
         return ""
     check_baseline(config)
-    memory = plan_memory(config, config.data.limit or MANY, config.judge)
+    memory = plan_memory(config, config.data.limit or QUESTIONS_OF_DRY_RUN, config.judge)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 

@@ -27,7 +27,7 @@ def serve(config: ServeConfig) -> None:
         from r3lite.assembly.answering_live import LiveAnswers
         from r3lite.serving import app, http
         from r3lite.serving.desk import Desk
-        from r3lite.serving.worker import Worker
+        from r3lite.serving.worker import AnsweringThread
 
         answering = LiveAnswers(config, *open_retriever(config, gives_up=False))
         answering.warm_up()
@@ -35,7 +35,7 @@ def serve(config: ServeConfig) -> None:
         print(f"serving {message}\n{url_of(listening)}  (Ctrl-C stops)", flush=True)
         for note in answering.notes.values():
             print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
-        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
+        desk = Desk(AnsweringThread(answering), config.limits, config.modes, time.monotonic)
         page = app.build_app(desk, config.server, config.limits, token)
         quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}
         limits = {"ws": "none", "timeout_graceful_shutdown": config.server.drain_seconds}

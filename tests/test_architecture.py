@@ -1,4 +1,4 @@
-"""The house's rules, read off the syntax trees: which room may import what, and the sizes that a reader can bear."""
+"""The rules of the package, read off the syntax trees: which folder may import what, and how long a function may be."""
 
 import ast
 import graphlib
@@ -15,71 +15,93 @@ from r3lite.settings.rl import Algorithm
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "r3lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# The floors, from below. A room imports rooms of lower floors only, never its neighbours; floor 0 is as one room and
-# imports the standard library only.
-GROUND = {"__init__", "core", "settings"}
-FIRST = {"models", "devices", "llm", "protocols"}
-SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
-SECOND |= {"reports", "exporting", "serving", "tuning"}
-THIRD, FOURTH = {"assembly"}, {"checks"}
+# The layers, from below. A folder imports folders of lower layers only, never others of its own layer; the folders of
+# the base layer may import each other, and else the standard library only.
+BASE = {"__init__", "core", "settings"}
+LAYERS = (
+    BASE,
+    {"models", "devices", "llm", "protocols"},
+    {
+        "datasets",
+        "retrieval",
+        "rollout",
+        "rewards",
+        "evaluation",
+        "rl",
+        "training",
+        "memory",
+        "reports",
+        "exporting",
+        "serving",
+        "tuning",
+    },
+    {"assembly"},
+    {"checks"},
+)
+FOLDERS = set.union(*LAYERS)
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts commands by name
-# Files that read as an algorithm.
-TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
+TEXT_ONLY = {"protocols", "llm"}  # folders that never import torch
 # What `python -m r3lite.X` runs: every module that stands in the package itself.
-RUN = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - ENTRY
+COMMAND_FILES = {path.stem for path in PACKAGE.glob("*.py")} - BASE - ENTRY
 HEAVY = ("torch", "faiss", "google.genai", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 
 
-def room_of(path: Path) -> str:
-    """The room of a source file: a folder of the package, or the module itself where it stands in none."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return parts[0]
+def folder_of(path: Path) -> str:
+    """The folder of the package that a source file stands in, or the module itself if it stands in none."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
     """Line and dotted name of every import of a file, those inside functions too."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            lines += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports by a relative path"
-            # `from r3lite import sft` names a room as `import r3lite.sft` does.
-            names = [f"r3lite.{a.name}" for a in node.names] if node.module == "r3lite" else [node.module]
-            found += [(node.lineno, name) for name in names]
-    return found
+            names = [node.module]
+            if node.module == "r3lite":  # `from r3lite import sft` names a folder as `import r3lite.sft` does
+                names = [f"r3lite.{alias.name}" for alias in node.names]
+            lines += [(node.lineno, name) for name in names]
+    return lines
 
 
-def allowed(room: str) -> set[str]:
-    """The rooms that a room may import."""
+def importable(folder: str) -> set[str]:
+    """The folders that a folder, or a command, may import."""
     below: set[str] = set()
-    for floor in (GROUND, FIRST, SECOND, THIRD, FOURTH):
-        if room in floor:
-            return below | (GROUND if floor is GROUND else {room})
-        below = below | floor
-    return below | RUN if room in {"quickstart", *ENTRY} else below | {room}
+    for layer in LAYERS:
+        if folder in layer:
+            own_layer = BASE if layer is BASE else {folder}
+            return below | own_layer
+        below |= layer
+    if folder in {"quickstart", *ENTRY}:
+        return below | COMMAND_FILES
+    return below | {folder}
 
 
 def violations(path: Path) -> list[str]:
-    room, found = room_of(path), []
+    """Imports of a file that the layers do not allow."""
+    folder = folder_of(path)
+    messages = []
     for line, name in imports(path):
-        top, _, rest = name.partition(".")
+        where = f"{path.name}:{line}: {folder} imports {name}"
+        top, _, inner = name.partition(".")
         if top == "r3lite":
-            target = rest.partition(".")[0] or "__init__"
-            if target not in allowed(room) and (PACKAGE / target).exists() | (PACKAGE / f"{target}.py").exists():
-                found.append(f"{path.name}:{line}: {room} imports {name}")
-        elif room in GROUND and top not in sys.stdlib_module_names:
-            found.append(f"{path.name}:{line}: {room} imports {name}, which is not of the standard library")
-        elif room in TEXT_ONLY and top == "torch":
-            found.append(f"{path.name}:{line}: {room} imports {name}")
-    return found
+            target = inner.partition(".")[0] or "__init__"
+            exists = (PACKAGE / target).exists() or (PACKAGE / f"{target}.py").exists()
+            if exists and target not in importable(folder):
+                messages.append(where)
+        elif folder in BASE and top not in sys.stdlib_module_names:
+            messages.append(f"{where}, which is not of the standard library")
+        elif folder in TEXT_ONLY and top == "torch":
+            messages.append(where)
+    return messages
 
 
-def test_every_folder_is_a_known_room():
-    known = GROUND | FIRST | SECOND | THIRD | FOURTH
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= known
-    assert {room_of(path) for path in SOURCES} <= known | ENTRY | RUN
-    assert set(COMMANDS) == RUN, "a module that no command runs, or a command without one"
+def test_every_folder_has_a_layer():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= FOLDERS
+    assert {folder_of(path) for path in SOURCES} <= FOLDERS | ENTRY | COMMAND_FILES
+    assert set(COMMANDS) == COMMAND_FILES, "a module that no command runs, or a command without one"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -105,20 +127,8 @@ def test_imports_go_down_only(path):
     ],
 )
 def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
-    for room in (
-        "models",
-        "devices",
-        "protocols",
-        "training",
-        "rewards",
-        "rollout",
-        "rl",
-        "memory",
-        "checks",
-        "core",
-        "assembly",
-    ):
-        (tmp_path / room).mkdir()
+    for folder in FOLDERS - {"__init__", "settings"}:
+        (tmp_path / folder).mkdir()
     for name in ("sft.py", "ppo.py", "doctor.py", file):
         (tmp_path / name).write_text(line if name == file else "", encoding="utf-8")
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
@@ -139,16 +149,21 @@ def test_no_module_imports_itself_by_way_of_others():
 def modules(path: Path) -> set[str]:
     """What a file imports: modules, and names of modules, which may be modules themselves."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    pairs = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return found | {module for module, _ in pairs} | {f"{module}.{name}" for module, name in pairs}
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
 
 
 def test_rollouts_import_no_protocol_by_name():
     """Only what is about every protocol: each other module of protocols/ is one of them, or leads to them."""
-    found = [name for path in (PACKAGE / "rollout").glob("*.py") for _, name in imports(path)]
-    found = {name.removeprefix("r3lite.protocols.") for name in found if name.startswith("r3lite.protocols")}
-    assert found and found <= {"base", "tokenizer", "transcript"}
+    names = [name for path in (PACKAGE / "rollout").glob("*.py") for _, name in imports(path)]
+    protocols = {name.removeprefix("r3lite.protocols.") for name in names if name.startswith("r3lite.protocols")}
+    assert protocols and protocols <= {"base", "tokenizer", "transcript"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -190,7 +205,7 @@ def run_without(argv: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", sorted(RUN))
+@pytest.mark.parametrize("name", sorted(COMMAND_FILES))
 def test_help_and_usage_errors_answer_before_anything_heavy_is_imported(name):
     done = run_without([f"r3lite.{name}", "--help"])
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr

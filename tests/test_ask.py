@@ -215,7 +215,7 @@ def test_a_dry_run_tells_the_memory(capsys):
 
 @pytest.mark.parametrize("text", ["word " * 60, "x" * 300, "\u6771" * 300, "\x1b[2J\x9b\n" * 40])
 def test_a_passage_takes_two_lines(text):
-    lines = asking.shown(Document("17", "Title", text)).splitlines()
+    lines = asking.summary(Document("17", "Title", text)).splitlines()
     assert 1 <= len(lines) <= 2 and all(len(line) <= 80 and line.isprintable() for line in lines)
     assert lines[0].startswith("  [17] Title: ") and lines[0].strip() != "[17] Title:"
 

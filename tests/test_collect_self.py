@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_p
         assert f"{path}: removed the incomplete last line" in capsys.readouterr().err
     # With nothing left to do, no model is loaded.
     capsys.readouterr()
-    monkeypatch.setattr(collecting, "build_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(collecting, "build_engine", lambda *_, **__: pytest.fail("loaded"))
     assert teach(output) == 0
     assert contents(output) == contents(whole)
     assert capsys.readouterr().out.partition("written to")[0] == table

@@ -18,7 +18,7 @@ MAP = ROOT / "docs" / "architecture.md"
 FILES = 25
 TOKENS = 30_000
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-# Rooms and files of the package that training must do without.
+# Folders and files of the package that training must do without.
 OPTIONAL = {
     "the web retrievers": ("retrieval.web", "retrieval.remote"),
     "qdrant": ("retrieval.qdrant",),

@@ -12,7 +12,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer, write_jsonl
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
-from r3lite.rewards.reward import StepVerdict, Verdict
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from tests.evaluating import SCORES, answer, ask
 
 
@@ -189,7 +189,7 @@ class FakeJudge:
 
 def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeypatch, capsys):
     says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
-    monkeypatch.setattr(evaluating, "build_judge", lambda *_: FakeJudge())
+    monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: FakeJudge())
     assert evaluate.main([*toy, "--judge", "gemini"]) == 0
     scores, predictions = written(tmp_path)
     assert scores["judge_accuracy"]["value"] == 0.5 and scores["em"]["value"] == 0.0
@@ -206,11 +206,11 @@ def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monk
             raise R3LiteError("most calls failed")
 
     says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
-    monkeypatch.setattr(evaluating, "build_judge", lambda *_: Broken())
+    monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: Broken())
     assert evaluate.main([*toy, "--judge", "gemini"]) == 1
     assert (tmp_path / "out" / "predictions.jsonl").exists() and not (tmp_path / "out" / "scores.json").exists()
     # The same evaluation may be begun again in its folder, and no other one.
-    monkeypatch.setattr(evaluating, "build_judge", lambda *_: FakeJudge())
+    monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: FakeJudge())
     assert evaluate.main([*toy, "--judge", "gemini", "--top-k", "1"]) == 1
     assert "is from another run of evaluate: top_k (was 2, is 1)" in capsys.readouterr().err
     assert evaluate.main([*toy, "--judge", "gemini", "--judge-rpm", "7"]) == 0
@@ -258,7 +258,7 @@ def test_an_earlier_evaluation_is_not_replaced(toy, tmp_path, capsys):
 
 
 def test_an_output_in_which_another_process_writes_is_refused(toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluating, "build_engine", lambda *_: pytest.fail("the long part began"))
+    monkeypatch.setattr(evaluating, "build_engine", lambda *_, **__: pytest.fail("the long part began"))
     with sole_writer(tmp_path / "out"):
         assert evaluate.main(toy) == 1
     assert f"writes to {tmp_path / 'out'}" in capsys.readouterr().err
@@ -288,7 +288,7 @@ def test_a_link_as_output_stays_a_link(toy, tmp_path):
 
 def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
     """It showed when the answers were to be written, and they were lost."""
-    monkeypatch.setattr(evaluating, "build_engine", lambda *_: pytest.fail("the long part began"))
+    monkeypatch.setattr(evaluating, "build_engine", lambda *_, **__: pytest.fail("the long part began"))
     (tmp_path / "file").write_text("")
     for output, told in (("file/x", "cannot be written: [Errno"), ("file", "is a file, not a folder")):
         assert evaluate.main([*toy, "--output", str(tmp_path / output)]) == 1
@@ -323,6 +323,6 @@ def test_scores_by_type_and_bert_score(toy, says, tmp_path, minilm, capsys):
 
 
 def test_an_encoder_that_is_not_there_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluating, "build_engine", lambda *_: pytest.fail("the long part began"))
+    monkeypatch.setattr(evaluating, "build_engine", lambda *_, **__: pytest.fail("the long part began"))
     assert evaluate.main([*toy, "--bert-score", str(tmp_path / "gone")]) == 1
     assert "gone" in capsys.readouterr().err

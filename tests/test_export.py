@@ -364,7 +364,7 @@ def test_what_was_killed_is_not_there_and_the_same_command_writes_it(run, tmp_pa
     flags = [*TINY, "--adapter", str(run), "--form", form, "--weights", weights, "--prompts", "0"]
     output = ["--output", str(tmp_path / "x")]
 
-    def killed(*_):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

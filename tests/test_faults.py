@@ -1,4 +1,4 @@
-"""A share of bench.faults: kills at counted moments and a disk that is full from one on, for commands that write."""
+"""A share of bench.stress.faults: kills at counted moments, and a disk that is full from one on."""
 
 import json
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_runs import Ended, chosen
-from bench.folder_content import content, differences
+from bench.stress.fault_runs import Ended, chosen
+from bench.stress.folder_content import content, differences
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the bench forks, and reads /proc")
 def test_killed_or_without_room_every_command_goes_on_to_the_same(tmp_path):
     """Before they were swept, each kill of prepare, export, collect, index and evaluate left a file for good."""
-    command = [sys.executable, "-m", "bench.faults", "--quick", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.stress.faults", "--quick", "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     (run,) = json.loads((tmp_path / "faults.json").read_text(encoding="utf-8"))["runs"]

@@ -111,7 +111,7 @@ def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy,
     assert sft.main([*toy, *FULL, "--max-steps", "2", "--output", str(tmp_path / "run")]) == 1
     told = capsys.readouterr().err
     assert "memory ran out in the middle of an update" in told and "--resume auto" in told
-    assert not checkpoint.all_of(tmp_path / "run")
+    assert not checkpoint.folders_by_step(tmp_path / "run")
 
 
 REFUSED = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3lite import ppo
-from r3lite.assembly.inputs import of_adapter, of_rl
+from r3lite.assembly.inputs import fingerprint_of_adapter, fingerprints_of_rl
 from r3lite.core.invocation import with_values
 from r3lite.datasets.qa import read_questions
 from r3lite.datasets.sources import protocols_of
@@ -55,7 +55,9 @@ def settings(tmp_path, monkeypatch):
 
 
 def inputs_of(config: PpoConfig) -> dict[str, str]:
-    return of_rl(config, read_questions(config.data.data), [], protocols_of(config.protocol, config.mixture))
+    return fingerprints_of_rl(
+        config, read_questions(config.data.data), [], protocols_of(config.protocol, config.mixture)
+    )
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -74,8 +76,8 @@ def test_the_prompt_for_documents_and_those_of_other_formats_count(settings):
     Path("step.txt").write_text("Read: {documents}", encoding="utf-8")
     assert inputs_of(settings)["the prompts"] != before["the prompts"]
     config, protocols = settings, protocols_of(settings.protocol, settings.mixture)
-    more = of_rl(config, [], [], protocols | {"talk": protocols[""]})
-    assert more["the prompts"] != of_rl(config, [], [], protocols)["the prompts"]
+    more = fingerprints_of_rl(config, [], [], protocols | {"talk": protocols[""]})
+    assert more["the prompts"] != fingerprints_of_rl(config, [], [], protocols)["the prompts"]
 
 
 def test_questions_that_are_held_out_count_and_gold_ones(settings):
@@ -83,7 +85,7 @@ def test_questions_that_are_held_out_count_and_gold_ones(settings):
     protocols = protocols_of(settings.protocol, settings.mixture)
     key = "the paragraphs of the questions"
     found = [
-        of_rl(settings, some, others, protocols)[key]
+        fingerprints_of_rl(settings, some, others, protocols)[key]
         for some, others in (([question], []), ([question], [question]), ([replace(question, gold=())], []))
     ]
     assert len(set(found)) == 3
@@ -92,11 +94,11 @@ def test_questions_that_are_held_out_count_and_gold_ones(settings):
 def test_what_is_not_here_has_no_fingerprint():
     config = with_values(PpoConfig(), {"retriever": "http://host:8000/retrieve", "encoder": "intfloat/e5-base-v2"})
     assert inputs_of_none(config).keys() == {"the prompts", "the paragraphs of the questions"}
-    assert of_adapter(config.model) == {}
+    assert fingerprint_of_adapter(config.model) == {}
 
 
 def inputs_of_none(config: PpoConfig) -> dict[str, str]:
-    return of_rl(config, [], [], protocols_of(config.protocol, config.mixture))
+    return fingerprints_of_rl(config, [], [], protocols_of(config.protocol, config.mixture))
 
 
 WATCHED: list[list[str]] = []  # names of files that are opened, while someone wants to know

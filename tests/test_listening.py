@@ -54,7 +54,7 @@ def test_a_token_that_no_header_can_carry_is_refused_by_the_server_and_by_its_cl
 
 
 def service(token=None):
-    return retrieval_server.Service(lambda pairs: [[] for _ in pairs], None, 5, token)
+    return retrieval_server.RetrievalService(lambda pairs: [[] for _ in pairs], None, 5, token)
 
 
 def health(url: str, **headers) -> int:

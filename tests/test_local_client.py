@@ -53,9 +53,9 @@ def says(monkeypatch):
             tokens.append(reply[len(sequence.turn)])
         return torch.tensor(tokens), torch.zeros(len(rows))
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         script.loads += 1
-        return load(*arguments)
+        return load(*arguments, **options)
 
     monkeypatch.setattr(Engine, "_sample", sample)
     monkeypatch.setattr(local_client, "load_frozen", counted)

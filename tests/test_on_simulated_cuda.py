@@ -1,4 +1,4 @@
-"""Every command on a simulated card (bench/simulated_cuda.py): in fp32 its numbers are those of the CPU, to the digit.
+"""Every command on a simulated card (bench/stress/simulated_cuda.py): in fp32 its numbers are the CPU's, to the digit.
 
 A line that mixes devices or hands a tensor of the device to numpy fails here, and so does one that makes the host wait
 for the device within a layer. Where the device decodes by graphs, so does the CPU that it is held against: graphs work
@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from bench.simulated_cuda import GIB, SimulatedCuda
+from bench.stress.simulated_cuda import GIB, SimulatedCuda
 from r3lite import evaluate, index, plan, ppo, sft
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
@@ -67,7 +67,7 @@ def logged(run: Path, name: str = "metrics.jsonl") -> list[dict]:
 def tensors(run: Path, *groups: str) -> dict[str, torch.Tensor]:
     """The adapter, and what all checkpoints hold of these groups."""
     found = safetensors.torch.load_file(run / "adapter" / "adapter_model.safetensors")
-    for step in checkpoint.all_of(run):
+    for step in checkpoint.folders_by_step(run):
         kept = checkpoint.read(run / f"checkpoint-{step}").tensors
         found |= {f"{step} {group} {name}": tensor for group in groups for name, tensor in kept[group].items()}
     return found

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from r3lite import quickstart
-from r3lite.assembly.stages import HURRIED, Stage, report, teacher
+from r3lite.assembly.stages import HURRIED, Stage, report, teacher_scores
 from r3lite.core.files import write_json, write_jsonl
 from r3lite.settings import QuickstartSettings
 
@@ -16,7 +16,7 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     """It did three stages again and stopped at the fourth, with advice that named a flag it does not have."""
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("x")
-    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_: pytest.fail("a stage began"))
+    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_, **__: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
     assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Pass a new folder" in error
@@ -26,7 +26,7 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
     """Without it, what RL adds looks like more than it is: flawless trajectories need no RL to reach 0.9."""
     rows = [{"answers": ["a"], "steps": [{"answer": answer}]} for answer in ("a", "A.", "b", "c")]
     write_jsonl(tmp_path / "trajectories.jsonl", rows)
-    taught_by = teacher(tmp_path / "trajectories.jsonl")
+    taught_by = teacher_scores(tmp_path / "trajectories.jsonl")
     assert taught_by == {"n": 4, "em": 0.5, "f1": 0.5, "hurried_share": HURRIED}
     stages = []
     line = {"question": "Who?", "steps": [], "f1": 0.0, "recall": None}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_cases import NAMED
+from bench.stress.fault_cases import NAMED
 
 ROOT = Path(__file__).parent.parent
 FAST = ["sft", "ppo, grpo", "collect, gold", "index, build", "index, add", "export, folder", "prepare", "report"]
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the bench forks
 
 
 def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, dict[str, str]]:
-    command = [sys.executable, "-m", "bench.repeated", "--work", str(work), "--threads", str(threads), *cases]
+    command = [sys.executable, "-m", "bench.stress.repeated", "--work", str(work), "--threads", str(threads), *cases]
     env = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

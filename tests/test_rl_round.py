@@ -10,7 +10,8 @@ from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.invocation import with_values
 from r3lite.core.spans import Stopwatch
-from r3lite.rewards.reward import Scored, StepVerdict, Verdict
+from r3lite.rewards.reward import Scored
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 

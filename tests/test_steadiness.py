@@ -154,7 +154,7 @@ def test_episodes_that_do_not_fit_fail_before_any_is_sampled(
     told = capsys.readouterr().err
     if fixed:
         assert status == 1 and not sampling and "no size can be reduced further" in told and "Traceback" not in told
-        assert list(checkpoint.all_of(tmp_path / "run")) == []
+        assert list(checkpoint.folders_by_step(tmp_path / "run")) == []
     else:
         assert status == 0 and "the step is repeated with micro_batch_tokens 8192 -> 4096" in told
         assert {memory.micro_batch_tokens for memory in sampling} == {4096}

@@ -20,50 +20,83 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import AnsweringConfig, JudgeSettings, SamplingConfig
 
-MANY = 1000  # questions of a dry run without --limit, which does not count them
+QUESTIONS_OF_DRY_RUN = 1000  # without --limit: a dry run does not count the questions
 
 
 def build_engine(
     config: SamplingConfig, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
 ) -> Engine:
-    """The engine of the settings' model and adapter, its memory planned for `questions` questions.
+    """Returns the engine of the settings' model and adapter, its memory planned for `questions` questions.
 
     The plan includes a `judge` that is loaded beside the model.
     """
     # Prompts and plan come first: what is wrong with them shows before a model is downloaded.
-    opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
+    opening = OPENINGS[baseline]
+    plan = plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
     if not opening.plain:
         warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
-    layout = Layout(Tokenizer.load(folder, config.model.thinking), protocol, config.lengths, opening)
-    policy = load_policy(folder, config.model, config.memory, plan)
-    sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
-    return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
+    tokenizer = Tokenizer.load(folder, config.model.thinking)
+    layout = Layout(
+        tokenizer=tokenizer,
+        protocol=protocol,
+        lengths=config.lengths,
+        opening=opening,
+    )
+    policy = load_policy(
+        folder,
+        settings=config.model,
+        memory=config.memory,
+        plan=plan,
+    )
+    sampler = Sampler(
+        temperature=config.sampling.temperature,
+        top_k=config.truncation.top_k_sampling,
+        top_p=config.truncation.top_p,
+    )
+    return Engine(
+        model=policy.model,
+        layout=layout,
+        sampler=sampler,
+        grant=policy.grant,
+        autocast=policy.precision.autocast,
+    )
 
 
 def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | None = None) -> Plan:
-    """The memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
-    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions, judge)
+    """Returns the memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
+    workload = evaluate_workload(
+        model=config.model,
+        lengths=config.lengths,
+        retrieval=config.retrieval,
+        questions=questions,
+        judge=judge,
+    )
     return make_plan(workload, config.memory, config.sampling)
 
 
 def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retrieve, Finder | None]:
-    """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
-    settings, protocol = config.retrieval, build_protocol(config.protocol)
+    """Returns the retriever of the settings, which must do without questions of a data set, and the finder of
+    procedures, if there are any."""
+    settings = config.retrieval
+    protocol = build_protocol(config.protocol)
     if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":
         raise UsageError("--retriever golden and --context question need the questions of a data set")
     if settings.retriever != "none" and settings.from_questions:
         raise UsageError("--index is missing: pass an index folder, or --corpus FILE, or --retriever none")
-    setup = Setup(settings, [], config.common.seed, gives_up=gives_up)
+    setup = Setup(settings, questions=[], seed=config.common.seed, gives_up=gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)
 
 
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:
-    """What is wrong with the last step of an episode without an answer; `faults` are the protocol's."""
-    last = episode.steps[-1].faults if episode.steps else ()
-    what = [faults[fault] for fault in last] or ["had no room left within --max-length"]
-    return f"step {len(episode.steps)} {', '.join(what)}"
+    """Says what is wrong with the last step of an episode without an answer; `faults` are the protocol's."""
+    problems = []
+    if episode.steps:
+        problems = [faults[fault] for fault in episode.steps[-1].faults]
+    if not problems:
+        problems = ["had no room left within --max-length"]
+    return f"step {len(episode.steps)} {', '.join(problems)}"

@@ -27,177 +27,266 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
-from r3lite.serving.asks import MODES, Answer, Ask, Message, Tell
+from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
 from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
 
 PLAIN = "plain"  # the layout of a chat without steps
 BASE = "base"  # the name of the bare base among the adapters
-ROWS = 32  # answers sampled at a time, if the memory has room and nothing else is said
+ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else is said
 
 
 def adapters_of(config: ServeConfig) -> dict[str, str | None]:
-    """The folder of each adapter by its name, in order; None: the bare base."""
-    named: dict[str, str | None] = {}
-    for entry in (*((config.model.adapter,) if config.model.adapter else ()), *(config.modes.adapters or ())):
+    """Returns the folder of each adapter by its name, in order; None: the bare base."""
+    entries = list(config.modes.adapters or ())
+    if config.model.adapter:
+        entries.insert(0, config.model.adapter)
+    folders: dict[str, str | None] = {}
+    for entry in entries:
         name, _, folder = entry.rpartition("=")
-        path = Path(folder)
-        if not name:  # that of the folder, such as reinforce-baseline of reinforce++-baseline
-            last = path.parent.name if path.name == "adapter" else path.name
-            name = re.sub(r"[^\w-]+", "", last, flags=re.ASCII)[:64]
+        if not name:
+            name = _name_of(Path(folder))
         if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII):
             raise UsageError(f"the adapter {folder} needs a name of letters, digits, - and _: pass NAME=FOLDER")
         if name == BASE and entry != BASE:
             raise UsageError(f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass NAME=FOLDER")
-        if name in named:
+        if name in folders:
             raise UsageError(f"two adapters are named {name}: pass NAME=FOLDER")
-        named[name] = None if entry == BASE else folder
-    return named or {BASE: None}
+        folders[name] = None if entry == BASE else folder
+    return folders or {BASE: None}
+
+
+def _name_of(folder: Path) -> str:
+    """Returns the name of an adapter's folder, such as reinforce-baseline of reinforce++-baseline/adapter."""
+    name = folder.parent.name if folder.name == "adapter" else folder.name
+    return re.sub(r"[^\w-]+", "", name, flags=re.ASCII)[:64]
 
 
 def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> dict[str, str]:
-    """The name of the adapter of each mode; search only if there is something to search."""
-    settings, names = config.modes, list(adapters)
-    usual = {"chat": "sft" if "sft" in names else names[0]}
-    usual |= dict.fromkeys(("reasoning", "search"), "rl" if "rl" in names else names[-1])
-    chosen = {mode: getattr(settings, f"{mode}_adapter") or usual[mode] for mode in MODES}
-    for mode, name in chosen.items():
+    """Returns the name of the adapter of each mode; search only if there is something to search."""
+    names = list(adapters)
+    learned_steps = "rl" if "rl" in names else names[-1]
+    defaults = {
+        "chat": "sft" if "sft" in names else names[0],
+        "reasoning": learned_steps,
+        "search": learned_steps,
+    }
+    by_mode = {mode: getattr(config.modes, f"{mode}_adapter") or defaults[mode] for mode in MODES}
+    for mode, name in by_mode.items():
         if name not in names:
             raise UsageError(f"--{mode}-adapter is {name}; choose from {', '.join(names)}, or add it to --adapters")
-    return chosen if searches else {mode: name for mode, name in chosen.items() if mode != "search"}
+    if not searches:
+        del by_mode["search"]
+    return by_mode
 
 
 def plan_lanes(config: ServeConfig) -> Plan:
-    """The memory plan of answering ROWS questions at a time with all adapters."""
+    """Returns the memory plan of answering ROWS questions at a time with all adapters."""
     folders = [folder for folder in adapters_of(config).values() if folder]
-    model = replace(config.model, adapter=folders[0] if folders else None)
-    workload = evaluate_workload(model, config.lengths, config.retrieval, config.sampling.rollout_batch_size or ROWS)
+    workload = evaluate_workload(
+        model=replace(config.model, adapter=folders[0] if folders else None),
+        lengths=config.lengths,
+        retrieval=config.retrieval,
+        questions=config.sampling.rollout_batch_size or ROWS,
+    )
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
 
 def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
-    """The layout of every mode, and of a chat without steps."""
+    """Returns the layout of every mode, and of a chat without steps."""
     layouts = {PLAIN: Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths)}
     for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
-        hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
-        layouts[mode] = Layout(tokenizer, protocol, replace(config.lengths, max_hops=hops), OPENINGS[opening])
+        max_hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
+        layouts[mode] = Layout(
+            tokenizer,
+            protocol=protocol,
+            lengths=replace(config.lengths, max_hops=max_hops),
+            opening=OPENINGS[opening],
+        )
     return layouts
 
 
 class LiveAnswers:
-    """What answers for the server; see `serving.asks.Answering`."""
+    """Answers for the server, as `serving.asks.Answering` says."""
 
     def __init__(self, config: ServeConfig, retrieve: Retrieve, finder: Finder | None = None):
         """`retrieve` and `finder` are those of the settings; with --retriever none there is no mode search."""
-        protocol, folders, plan = build_protocol(config.protocol), adapters_of(config), plan_lanes(config)
+        self.config = config
+        self.retrieve = retrieve
+        self.finder = finder
+        protocol = build_protocol(config.protocol)
+        folders = adapters_of(config)
+        plan = plan_lanes(config)
         searches = protocol.searches and config.retrieval.retriever != "none"
-        self.modes, self.adapters = modes_of(config, folders, searches), list(folders)
+        self.modes = modes_of(config, folders, searches)
+        self.adapters = list(folders)
         folder = weights.resolve_folder(config.model.model)
         tokenizer = Tokenizer.load(folder, config.model.thinking)
-        loaded = load_adapters(folder, config, folders, plan)
-        self.config, self.layouts = config, layouts_of(config, tokenizer, protocol)
-        autocast, plain = loaded.precision.autocast, self.layouts[PLAIN]
-        self.engine = LaneEngine(loaded.model, plain, Sampler(), loaded.grant, autocast=autocast, layouts=self.layouts)
-        self.retrieve, self.finder = retrieve, finder
+        loaded = load_adapters(
+            folder,
+            config=config,
+            folders=folders,
+            plan=plan,
+        )
+        self.layouts = layouts_of(config, tokenizer, protocol)
+        self.engine = LaneEngine(
+            loaded.model,
+            layout=self.layouts[PLAIN],
+            sampler=Sampler(),
+            grant=loaded.grant,
+            autocast=loaded.precision.autocast,
+            layouts=self.layouts,
+        )
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
-        self.asked = itertools.count()
+        self.numbers = itertools.count()  # of the asks
         self.growing: dict[int, Growing] = {}  # by the id of its sequence
         self.lanes = self._lanes()
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Growing:
-        """The ask with its opened sequence. The first messages of a conversation that leave no room are left out."""
-        kind = self._layout(ask)
-        default, layout = self.config.truncation, self.layouts[kind]
-        temperature = self.config.sampling.temperature if ask.temperature is None else ask.temperature
-        top_k = default.top_k_sampling if ask.top_k is None else max(ask.top_k, 0)
-        sampler = Sampler(temperature, top_k, default.top_p if ask.top_p is None else ask.top_p)
-        number = next(self.asked)
+        """Returns the ask with its opened sequence. The first messages of a conversation that is too long are left
+        out."""
+        layout_name = self._layout(ask)
+        layout = self.layouts[layout_name]
+        number = next(self.numbers)
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
-        question = Question(f"{number}", ask.text, (), source=kind)
+        question = Question(id=f"{number}", text=ask.text, answers=(), source=layout_name)
         if self.finder:
             question = self.finder.before(question)
-        question = replace(question, earlier=self._earlier(ask, kind, question.procedure))
-        stream, adapter = random.Random(seed), self._switch(ask.adapter)
-        sequence = Visitor(question, stream=stream, adapter=adapter, sampler=sampler, most=ask.max_tokens)
+        sequence = Visitor(
+            replace(question, earlier=self._earlier(ask, layout_name, question.procedure)),
+            stream=random.Random(seed),
+            adapter=self._switch(ask.adapter),
+            sampler=self._sampler(ask),
+            most=ask.max_tokens,
+        )
         layout.open(sequence)
-        growing = Growing(ask, sequence, layout.protocol, tell)
+        growing = Growing(
+            ask,
+            transcript=sequence,
+            protocol=layout.protocol,
+            tell=tell,
+        )
         sequence.listener = Listener(growing.hear, growing.look)
         return growing
 
     def warm_up(self) -> None:
         """Answers a question in each row, each a token shorter, so that products of every size are met before someone
         waits: what a device prepares for a size takes time, and memory."""
-        for most in range(1, self.rows + 1):
-            self.join(self.prepare(Ask("Hello", "reasoning", self.modes["reasoning"], max_tokens=most), None))
+        for max_tokens in range(1, self.rows + 1):
+            ask = Ask("Hello", "reasoning", self.modes["reasoning"], max_tokens=max_tokens)
+            self.join(self.prepare(ask, None))
         while self.growing:
             self.iterate()
 
     def join(self, growing: Growing) -> None:
+        """Begins to answer, or has it wait for its turn."""
         self.lanes.join(growing.transcript)
         self.growing[id(growing.transcript)] = growing
 
     def leave(self, growing: Growing) -> None:
+        """Has it end soon, without an answer."""
         growing.transcript.leaving = True
 
-    def iterate(self) -> list[tuple[Growing, Answer | None]]:
-        ended = []
+    def iterate(self) -> list[tuple[Growing, ServedAnswer | None]]:
+        """Samples a token of every row; returns the answers that are finished, None for one that has failed."""
+        finished = []
         for sequence in self.lanes.iterate():
-            growing, answer = self.growing.pop(id(sequence)), None
+            growing = self.growing.pop(id(sequence))
+            answer = None
             if sequence.error:
                 print(f"an answer was given up: {sequence.error}", file=sys.stderr)
             else:
                 answer = growing.answer(why_no_answer(sequence.episode(), growing.protocol.faults))
-            ended.append((growing, answer))
-        return ended
+            finished.append((growing, answer))
+        return finished
 
     def restart(self) -> None:
+        """Forgets all that joined, after `iterate` failed."""
         self.lanes.close()
         self.growing.clear()
         self.lanes = self._lanes()
 
     def close(self) -> None:
+        """Ends the lanes."""
         self.lanes.close()
 
     @property
     def notes(self) -> dict[str, str]:
-        """By mode, what a person should know who chooses it."""
+        """What a person should know who chooses a mode, by mode."""
         adapter = self.modes["chat"]
         if self._layout(Ask("", "chat", adapter)) == PLAIN:
             return {}
         return {"chat": f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"}
 
     def _layout(self, ask: Ask) -> str:
+        """Returns the name of the layout in which an ask is answered."""
+        if ask.mode != "chat":
+            return ask.mode
         style = self.config.modes.chat_style
         if style == "auto":
             style = "plain" if ask.adapter == BASE else "answer"
-        return PLAIN if ask.mode == "chat" and style == "plain" else ask.mode
+        return PLAIN if style == "plain" else ask.mode
 
-    def _earlier(self, ask: Ask, kind: str, procedure: str) -> tuple[Message, ...]:
-        """The earlier messages that are given to the model: the last ones, which leave half of an episode free.
+    def _sampler(self, ask: Ask) -> Sampler:
+        """Returns the sampler of the settings, with what the ask sets itself."""
+        temperature = self.config.sampling.temperature
+        if ask.temperature is not None:
+            temperature = ask.temperature
+        top_k = self.config.truncation.top_k_sampling
+        if ask.top_k is not None:
+            top_k = max(ask.top_k, 0)
+        top_p = self.config.truncation.top_p
+        if ask.top_p is not None:
+            top_p = ask.top_p
+        return Sampler(temperature, top_k, top_p)
+
+    def _earlier(self, ask: Ask, layout_name: str, procedure: str) -> tuple[Message, ...]:
+        """Returns the earlier messages that are given to the model: the last ones, which leave half of an episode free.
 
         A step format has its own system message; one of the client's is for plain chats.
         """
-        layout, remembers = self.layouts[kind], ask.mode in self.config.modes.memory_modes
-        system = tuple(m for m in ask.earlier[:1] if m["role"] == "system" and kind == PLAIN)
-        said = tuple(m for m in ask.earlier if m["role"] != "system" and remembers)
-        while said and len(layout.prompt(ask.text, system + said, procedure)) > layout.lengths.max_length // 2:
-            said = said[2:]
-        return system + said
+        layout = self.layouts[layout_name]
+        system: tuple[Message, ...] = ()
+        if layout_name == PLAIN:
+            system = tuple(message for message in ask.earlier[:1] if message["role"] == "system")
+        turns: tuple[Message, ...] = ()
+        if ask.mode in self.config.modes.memory_modes:
+            turns = tuple(message for message in ask.earlier if message["role"] != "system")
+        limit = layout.lengths.max_length // 2
+        while turns and len(layout.prompt(ask.text, system + turns, procedure)) > limit:
+            turns = turns[2:]
+        return system + turns
 
     def _lanes(self) -> Lanes:
-        return Lanes(self.engine, [self._switch(name) for name in self.adapters], self.rows, self.retrieve)
+        return Lanes(
+            self.engine,
+            adapters=[self._switch(name) for name in self.adapters],
+            rows=self.rows,
+            retrieve=self.retrieve,
+        )
 
     def _switch(self, name: str) -> str | None:
+        """Returns the name of an adapter as the model knows it: None for the bare base."""
         return None if name == BASE else name
 
 
 def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | None], plan: Plan) -> policy.Policy:
-    """The base with all adapters, each checked to be of this base."""
-    loaded = policy.load_policy(folder, replace(config.model, adapter=None), config.memory, plan)
+    """Returns the base with all adapters, each checked to be of this base."""
+    loaded = policy.load_policy(
+        folder,
+        settings=replace(config.model, adapter=None),
+        memory=config.memory,
+        plan=plan,
+    )
     fingerprint = weights.fingerprint(folder)
     for name, adapter in folders.items():
         policy.warn_of_other_format(adapter, config)
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
-            lora.load_adapter(loaded.model, name, adapter, trainable=False)
+            lora.load_adapter(
+                loaded.model,
+                name=name,
+                folder=adapter,
+                trainable=False,
+            )
     return loaded

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from r3lite.assembly.answering import why_no_answer
@@ -11,11 +12,11 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Listener, Sequence
 
-WIDE = 80  # columns of what is shown, but for the model's own lines
+COLUMNS = 80  # of what is printed, but for the model's own lines
 
 
 @dataclass
-class Conversation:
+class AskSession:
     """A model and a retriever that questions are put to, one after another."""
 
     engine: Engine
@@ -23,29 +24,35 @@ class Conversation:
     finder: Finder | None  # of procedures
     seed: int
     as_json: bool
-    asked: int = 0
+    question_count: int = 0
 
     def ask(self, text: str) -> None:
         """Answers a question and prints the answer, with how it came about."""
         turns = [""]  # the text of each
 
-        def hear(new: str) -> None:
-            turns[-1] += new
+        def hear(piece: str) -> None:
+            turns[-1] += piece
             if not self.as_json:
-                print(printable(new), end="", flush=True)
+                print(printable(piece), end="", flush=True)
 
         def look(sequence: Sequence) -> None:
             turns.append("")
             if not self.as_json:
                 print(f"\n{evidence(sequence)}", flush=True)
 
-        question, seed = Question(f"{self.asked + 1}", text, ()), f"{self.seed}/{self.asked}"
+        question = Question(id=f"{self.question_count + 1}", text=text, answers=())
+        seed = f"{self.seed}/{self.question_count}"
         if self.finder:
             question = self.finder.before(question)
         if question.procedure and not self.as_json:
             print(f"{printable(question.procedure)}\n")
-        self.asked += 1
-        (sequence,) = self.engine.run([question], [seed], self.retrieve, listeners=[Listener(hear, look)])
+        self.question_count += 1
+        (sequence,) = self.engine.run(
+            questions=[question],
+            seeds=[seed],
+            retrieve=self.retrieve,
+            listeners=[Listener(hear, look)],
+        )
         episode = sequence.episode()
         if self.as_json:
             print(json.dumps(record(episode, "\n".join(turns[:-1]))), flush=True)
@@ -54,23 +61,31 @@ class Conversation:
 
 
 def record(episode: Episode, trace: str) -> dict:
-    """What --json prints of an answer; `failure` is there if the retriever failed."""
-    answer = {"question": episode.question.text, "final_answer": episode.prediction, "reasoning_trace": trace}
-    answer |= {"search_queries": episode.queries, "documents": [d.to_json() for d in episode.documents]}
-    return answer | ({"failure": episode.failure} if episode.failure else {})
+    """Returns what --json prints of an answer; `failure` is in it if the retriever failed."""
+    values = {
+        "question": episode.question.text,
+        "final_answer": episode.prediction,
+        "reasoning_trace": trace,
+        "search_queries": episode.queries,
+        "documents": [document.to_json() for document in episode.documents],
+    }
+    if episode.failure:
+        values["failure"] = episode.failure
+    return values
 
 
 def evidence(sequence: Sequence) -> str:
-    """What the queries of the last step retrieved, in indented lines; empty if the step has none.
+    """Returns what the queries of the last step retrieved, in indented lines; empty if the step has none.
 
     The queries of a plan's nodes stand before their documents: answers of other nodes were filled in, and each was
     asked at its kind of source.
     """
-    step, lines = sequence.steps[-1], []
+    step = sequence.steps[-1]
+    lines = []
     for search in step.searches:
         if search.source:
-            lines.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), WIDE))
-        lines += [shown(document) for document in search.documents]
+            lines.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), COLUMNS))
+        lines += [summary(document) for document in search.documents]
         if not search.documents and not sequence.failure:
             lines.append("  (nothing was found)")
     if step.searches and sequence.failure:
@@ -78,14 +93,20 @@ def evidence(sequence: Sequence) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def shown(document: Document) -> str:
-    """Id, title and first words of a passage, in two lines of at most WIDE columns."""
-    line = printable(f"[{document.id}] {document.title}: {document.text}")
-    return textwrap.fill(line, WIDE, initial_indent="  ", subsequent_indent="     ", max_lines=2, placeholder=" ...")
+def summary(document: Document) -> str:
+    """Returns id, title and first words of a passage, in two lines of at most COLUMNS columns."""
+    return textwrap.fill(
+        printable(f"[{document.id}] {document.title}: {document.text}"),
+        width=COLUMNS,
+        initial_indent="  ",
+        subsequent_indent="     ",
+        max_lines=2,
+        placeholder=" ...",
+    )
 
 
-def outcome(episode: Episode, faults) -> str:
-    """The answer, or why there is none, set apart from what stands before it."""
+def outcome(episode: Episode, faults: Mapping[str, str]) -> str:
+    """Returns the answer, or why there is none, set apart from what stands before it."""
     if episode.prediction:
-        return f"{'-' * WIDE}\nanswer: {printable(episode.prediction)}\n"
-    return textwrap.fill(printable(f"no answer: {why_no_answer(episode, faults)}"), WIDE) + "\n"
+        return f"{'-' * COLUMNS}\nanswer: {printable(episode.prediction)}\n"
+    return textwrap.fill(printable(f"no answer: {why_no_answer(episode, faults)}"), COLUMNS) + "\n"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from r3lite.assembly.answering import build_engine
-from r3lite.assembly.inputs import of_collecting
+from r3lite.assembly.inputs import fingerprints_of_collecting
 from r3lite.core.episode import Episode, Question
 from r3lite.core.files import sweep
 from r3lite.core.invocation import to_toml
@@ -25,35 +25,103 @@ from r3lite.settings import CollectConfig
 
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
-    """Adds to the file what the source has of the questions; an earlier run is gone on with."""
-    questions, replies = new_questions(config.data), Path(f"{output}.cache")
+    """Adds to the file what the source has of the questions, and returns the counts; an earlier run is continued."""
+    questions = new_questions(config.data)
+    replies = Path(f"{output}.cache")
     sweep(output, config_of(output), rejections_of(output), replies)
     opening = OPENINGS[config.collect.baseline]
     protocol = build_protocol(config.protocol, opening)
-    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    setup = Setup(
+        config.retrieval,
+        questions=questions,
+        seed=config.common.seed,
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
     if config.collect.source == "self":
-        return self_taught(config, protocol, setup, output, earlier)
+        return collect_from_model(
+            config,
+            protocol=protocol,
+            setup=setup,
+            output=output,
+            earlier=earlier,
+        )
     retrieve = build_retriever(setup)
     if opening.plain:
-        tokenizer = Tokenizer.load(resolve_folder(config.model.model), config.model.thinking)
-        return write_plain_rag(questions, retrieve, Layout(tokenizer, protocol, config.lengths, opening), output)
+        layout = Layout(
+            tokenizer=Tokenizer.load(resolve_folder(config.model.model), config.model.thinking),
+            protocol=protocol,
+            lengths=config.lengths,
+            opening=opening,
+        )
+        return write_plain_rag(
+            questions,
+            retrieve=retrieve,
+            layout=layout,
+            output=output,
+        )
     if config.collect.source == "gold":
-        return write_gold(config, questions, protocol, retrieve, output)
+        return write_gold(
+            config,
+            questions=questions,
+            protocol=protocol,
+            retrieve=retrieve,
+            output=output,
+        )
     client = Client(config.judge, Path(config.judge.judge_cache or replies))
-    go_on(output, earlier, to_toml(config, "collect"), of_collecting(config, protocol))
-    teacher = Teacher(config, client, protocol, retrieve)
-    return teacher.gather(questions, output, earlier, 4 * config.judge.judge_concurrency)
+    begin_or_continue(
+        config,
+        protocol=protocol,
+        output=output,
+        earlier=earlier,
+    )
+    teacher = Teacher(
+        config,
+        client=client,
+        protocol=protocol,
+        retrieve=retrieve,
+    )
+    return teacher.gather(
+        questions,
+        output=output,
+        earlier=earlier,
+        size=4 * config.judge.judge_concurrency,
+    )
 
 
-def self_taught(config: CollectConfig, protocol: Protocol, setup: Setup, output: Path, earlier: Earlier) -> Tally:
-    """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
-    harvest, many = Harvest.after(earlier, setup.questions, protocol, output), config.collect.num_generations
+def collect_from_model(
+    config: CollectConfig, protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
+) -> Tally:
+    """Adds to the file the model's own right episodes, and returns the counts; questions that earlier runs have done
+    are not sampled again."""
+    harvest = Harvest.after(
+        earlier,
+        questions=setup.questions,
+        protocol=protocol,
+        output=output,
+    )
+    episodes_per_question = config.collect.num_generations
     if harvest.waiting:
-        engine, retrieve = build_engine(config, many * len(harvest.waiting)), build_retriever(setup)
-        go_on(output, earlier, to_toml(config, "collect"), of_collecting(config, protocol))
+        engine = build_engine(config, episodes_per_question * len(harvest.waiting))
+        retrieve = build_retriever(setup)
+        begin_or_continue(
+            config,
+            protocol=protocol,
+            output=output,
+            earlier=earlier,
+        )
 
         def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
             return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]
 
         harvest.gather(sample, config, protocol)
-    return harvest.tally(many)
+    return harvest.tally(episodes_per_question)
+
+
+def begin_or_continue(config: CollectConfig, protocol: Protocol, output: Path, earlier: Earlier) -> None:
+    """Writes the settings of a new run beside its file, or checks that those of an earlier one are the same."""
+    go_on(
+        output,
+        earlier=earlier,
+        settings=to_toml(config, "collect"),
+        inputs=fingerprints_of_collecting(config, protocol),
+    )

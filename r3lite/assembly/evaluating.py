@@ -27,50 +27,87 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     """Writes predictions.jsonl and then scores.json, and prints the scores."""
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     # Before the long part, so that a missing key shows at once.
-    judge = build_judge(config.judge, output, None, client_maker(config.model, config.memory))
-    encoder = BertEncoder(config.evaluate.bert_score, "plain") if config.evaluate.bert_score else None
-    engine = build_engine(config, len(questions), config.evaluate.baseline, config.judge)
-    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    judge = build_judge(
+        config.judge,
+        output=output,
+        reward=None,
+        make_client=client_maker(config.model, config.memory),
+    )
+    encoder = None
+    if config.evaluate.bert_score:
+        encoder = BertEncoder(config.evaluate.bert_score, "plain")
+    engine = build_engine(
+        config,
+        questions=len(questions),
+        baseline=config.evaluate.baseline,
+        judge=config.judge,
+    )
+    setup = Setup(
+        config.retrieval,
+        questions=questions,
+        seed=config.common.seed,
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
     retrieve = build_retriever(setup)
-    if finder := open_finder(config.procedures, lambda: setup.encoder):
+    finder = open_finder(config.procedures, lambda: setup.encoder)
+    if finder:
         questions = [finder.before(question) for question in questions]
-        print(f"{sum(bool(q.procedure) for q in questions)} of {len(questions)} questions have a matching procedure")
+        matched = sum(bool(question.procedure) for question in questions)
+        print(f"{matched} of {len(questions)} questions have a matching procedure")
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     sweep(output)
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
-    episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
+    sequences = engine.run(questions, seeds, retrieve, progress="evaluate")
+    episodes = [sequence.episode() for sequence in sequences]
     if setup.query_cache:
         print(setup.query_cache.line())
     alike = bert_scores(encoder, episodes) if encoder else [None] * len(episodes)
-    marks = [Marks.of(e, bert_score=b) for e, b in zip(episodes, alike)]
-
-    def write_predictions() -> None:
-        write_jsonl(output / PREDICTIONS, [e.to_json() | m.to_json() for e, m in zip(episodes, marks)])
-
-    write_predictions()  # before the judge is asked: its calls may fail or be capped
+    marks = [Marks.of(episode, bert_score=score) for episode, score in zip(episodes, alike)]
+    write_predictions(output, episodes, marks)  # before the judge is asked: its calls may fail or be capped
+    verdicts: list[Verdict | None] = []
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
-        marks = [judged(m, e, v) if v else m for m, e, v in zip(marks, episodes, verdicts, strict=True)]
-        write_predictions()
-    found = summary(episodes, marks, config.common.seed)
+        marks = [
+            judged(mark, episode, verdict) for mark, episode, verdict in zip(marks, episodes, verdicts, strict=True)
+        ]
+        write_predictions(output, episodes, marks)
+    record = summary(episodes, marks, config.common.seed)
     if judge:
-        found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
-    write_json(output / SCORES, found)
-    print(scores_table(found))
+        record["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
+    write_json(output / SCORES, record)
+    print(scores_table(record))
     print(f"written to {output / SCORES}; answers: {output / PREDICTIONS}")
 
 
-def judged(marks: Marks, episode: Episode, verdict: Verdict) -> Marks:
-    """The marks of an episode with what a judge says of its answer, its analyses and, if it asks, its queries."""
-    means = {"reasoning_accuracy": coherence(episode, verdict)} if episode.steps else {}
+def write_predictions(output: Path, episodes: list[Episode], marks: list[Marks]) -> None:
+    """Writes predictions.jsonl: a line for each episode, with its marks."""
+    records = [episode.to_json() | mark.to_json() for episode, mark in zip(episodes, marks)]
+    write_jsonl(output / PREDICTIONS, records)
+
+
+def judged(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:
+    """Returns the marks of an episode with what a judge says, if it does, of its answer, its analyses and, if it asks,
+    its queries."""
+    if not verdict:
+        return marks
+    means = {}
+    if episode.steps:
+        means["reasoning_accuracy"] = coherence(episode, verdict)
     if episode.searches:
         means["query_rationality"] = query_rationality(episode, verdict)
     return replace(marks, judged=verdict.correct, means=marks.means | means)
 
 
 def bert_scores(encoder: BertEncoder, episodes: list[Episode]) -> list[float]:
-    """BERTScore F1 of each answer against the gold answer that it is most like."""
-    texts = list({text: None for e in episodes for text in (e.prediction, *e.question.answers)})
-    vectors = dict(zip(texts, encoder.encode_tokens(texts), strict=True))
-    return [max(bert_score(vectors[e.prediction], vectors[a]).f1 for a in e.question.answers) for e in episodes]
+    """Returns BERTScore F1 of each answer against the gold answer that it is most like."""
+    texts: dict[str, None] = {}  # each once, in order
+    for episode in episodes:
+        texts |= dict.fromkeys((episode.prediction, *episode.question.answers))
+    vectors = dict(zip(texts, encoder.encode_tokens(list(texts)), strict=True))
+
+    def best_f1(episode: Episode) -> float:
+        prediction = vectors[episode.prediction]
+        return max(bert_score(prediction, vectors[answer]).f1 for answer in episode.question.answers)
+
+    return [best_f1(episode) for episode in episodes]

@@ -27,69 +27,118 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
-from r3lite.training.earlier_run import made_by_run, settings_of
+from r3lite.training.earlier_run import result_of_run, settings_of
 
 TRAINED = "trained"  # the adapter's name
+REREAD = "written"  # the name of the adapter that is read back
 
 
 def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
     """Merges if there is an adapter, writes, reads back; prints what is written and how the logits differ.
 
-    All is written beside `output` and takes its place when it is whole. Nothing does if another program would make
+    All is written beside `output` and takes its place when it is complete. Nothing does if another program would make
     another prompt of it than the training had.
     """
     folder = weights.resolve_folder(settings.model)
     for adapter in settings.adapters:
         check_base(ModelSettings(model=settings.model, adapter=adapter), weights.fingerprint(folder))
-    sources = settings.adapters or (None,)  # None: the model itself may be that of a run
-    trained = [place for place in (made_by_run(settings.model, adapter) for adapter in sources) if place]
-    run = in_common([settings_of(place) for place in trained])
-    asked = as_trained(config.protocol, run)
-    for adapter in sources:
-        warn_of_other_format(adapter, replace(config, protocol=asked))
-    protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
-    layout, path = Layout(tokenizer, protocol, LengthSettings()), settings.questions
-    questions = read_questions(path or shipped("data", "world", "test.jsonl")) if settings.prompts else []
-    prompts = [layout.prompt(question.text) for question in questions[: settings.prompts]]
+    adapters = settings.adapters or (None,)  # None: the model itself may be that of a run
+    run_folders = [result_of_run(settings.model, adapter) for adapter in adapters]
+    runs = [settings_of(run_folder) for run_folder in run_folders if run_folder]
+    run = in_common(runs)
+    protocol_settings = as_trained(config.protocol, run)
+    for adapter in adapters:
+        warn_of_other_format(adapter, replace(config, protocol=protocol_settings))
+    protocol = build_protocol(protocol_settings)
+    tokenizer = Tokenizer.load(folder, run.get("thinking", "auto"))
+    layout = Layout(tokenizer, protocol, LengthSettings())
+    prompts = read_prompts(settings, layout)
     model = weights.load_model(folder, torch.float32, "cpu")
     if settings.adapters:
         load_adapters(model, settings.adapters)
-    before = next_logits(model, prompts, tokenizer.size, "before") if prompts else None
-    merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
-    if merged and settings.adapters:
+    logits = None
+    if prompts:
+        logits = next_logits(
+            model,
+            prompts=prompts,
+            vocabulary=tokenizer.size,
+            title="before",
+        )
+    facts = facts_of(settings, run, trained=bool(runs), scores=scores)
+    if facts.merged and settings.adapters:
         lora.merge_adapter(model, TRAINED)
+    place = output.resolve()
+    unfinished = place.with_name(f".{place.name}.new{PART}") / place.name
+    try:
+        unfinished.parent.mkdir(parents=True)
+        model = write_form(
+            model,
+            folder=folder,
+            settings=settings,
+            layout=layout,
+            output=unfinished,
+        )
+        text = card(
+            facts,
+            protocol=protocol,
+            format=protocol_settings.format,
+            tokenizer=tokenizer,
+        )
+        write_text(unfinished / CARD, text)
+        if place.exists():
+            place.rmdir()  # empty; Windows renames onto nothing
+        move(unfinished, place)
+    finally:
+        shutil.rmtree(unfinished.parent, ignore_errors=True)
+    print_size(output, facts.file)
+    if logits is not None:
+        logits_of_copy = next_logits(
+            model,
+            prompts=prompts,
+            vocabulary=tokenizer.size,
+            title="after",
+        )
+        print_parity(logits, logits_of_copy)
+
+
+def read_prompts(settings: ExportSettings, layout: Layout) -> list[list[int]]:
+    """Returns the token ids of the prompts on which logits are compared."""
+    if not settings.prompts:
+        return []
+    questions = read_questions(settings.questions or shipped("data", "world", "test.jsonl"))
+    return [layout.prompt(question.text) for question in questions[: settings.prompts]]
+
+
+def facts_of(settings: ExportSettings, run: dict[str, Any], trained: bool, scores: dict) -> Facts:
+    """Returns what the card says of an export; `run`: the settings of the run that `trained` it."""
     base, on_hub = weights.public_name(settings.model)
-    facts = Facts(
+    return Facts(
         base=base,
         on_hub=on_hub,
         weights=settings.weights,
-        file=file,
-        merged=merged,
-        trained=bool(trained),
+        file=FILES[settings.form],
+        merged=settings.form in ("folder", "gguf"),
+        trained=trained,
         run=run,
         averaged=len(settings.average or ()),
         license=settings.license,
         scores=scores,
     )
-    place = output.resolve()
-    made = place.with_name(f".{place.name}.new{PART}") / place.name
-    try:
-        made.parent.mkdir(parents=True)
-        model = write_form(model, folder, settings, layout, made)
-        write_text(made / CARD, card(facts, protocol, asked.format, tokenizer))
-        if place.exists():
-            place.rmdir()  # empty; Windows renames onto nothing
-        move(made, place)
-    finally:
-        shutil.rmtree(made.parent, ignore_errors=True)
+
+
+def print_size(output: Path, file: str | None) -> None:
+    """Prints what is written, and the size of all files."""
     size = sum(path.stat().st_size for path in output.iterdir())
-    written = output / file if file else output
-    print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in total; model card: {output / CARD}")
-    if before is not None:
-        largest, mean, same = parity(before, next_logits(model, prompts, tokenizer.size, "after"))
-        differ = f"logits differ by {mean:.2g} on average, {largest:.2g} at most"
-        likeliest = f"the most likely next token is the same for {same}"
-        print(f"compared    on {len(prompts)} prompts: {differ}; {likeliest}")
+    main_file = output / file if file else output
+    print(f"written to  {main_file}, {size / (1 << 20):,.0f} MiB in total; model card: {output / CARD}")
+
+
+def print_parity(logits: Tensor, logits_of_copy: Tensor) -> None:
+    """Prints how the logits [n, V] of the model differ from those of what was read back."""
+    largest, mean, same_token = parity(logits, logits_of_copy)
+    differ = f"logits differ by {mean:.2g} on average, {largest:.2g} at most"
+    likeliest = f"the most likely next token is the same for {same_token}"
+    print(f"compared    on {len(logits)} prompts: {differ}; {likeliest}")
 
 
 def load_adapters(model: CausalLM, folders: Sequence[str]) -> None:
@@ -107,7 +156,7 @@ def load_adapters(model: CausalLM, folders: Sequence[str]) -> None:
 
 
 def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The settings that all runs have alike."""
+    """Returns the settings that all runs have alike."""
     if not runs:
         return {}
     return {name: value for name, value in runs[0].items() if all(run.get(name) == value for run in runs)}
@@ -115,58 +164,102 @@ def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def next_logits(model: CausalLM, prompts: Sequence[list[int]], vocabulary: int, title: str) -> Tensor:
-    """Logits [n, vocabulary], fp32, of the token after each prompt."""
-    bar = tqdm(prompts, desc=title, unit="prompt", disable=None)
+    """Returns the logits [n, vocabulary], fp32, of the token after each prompt."""
     device = model.head_weight.device
-    rows = [model.logits(model(torch.tensor([ids], device=device))[:, -1])[0, :vocabulary].float().cpu() for ids in bar]
+    rows = []
+    for prompt in tqdm(prompts, desc=title, unit="prompt", disable=None):
+        hidden = model(torch.tensor([prompt], device=device))  # [1, T, C]
+        logits = model.logits(hidden[:, -1])  # [1, V]
+        rows.append(logits[0, :vocabulary].float().cpu())
     return torch.stack(rows)
 
 
-def parity(before: Tensor, after: Tensor) -> tuple[float, float, int]:
-    """The largest and the mean difference of the logits [n, V] after n prompts, and how often the likeliest next token
-    is the same."""
-    difference, same = (before - after).abs(), (before.argmax(-1) == after.argmax(-1)).sum()
-    return difference.max().item(), difference.mean().item(), int(same)
+def parity(logits: Tensor, logits_of_copy: Tensor) -> tuple[float, float, int]:
+    """Returns the largest and the mean difference of the logits [n, V] after n prompts, and how often the likeliest
+    next token is the same."""
+    difference = (logits - logits_of_copy).abs()
+    same_token = (logits.argmax(-1) == logits_of_copy.argmax(-1)).sum()
+    return difference.max().item(), difference.mean().item(), int(same_token)
 
 
-def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
-    """The step format and the prompts of a run, where others are not asked for."""
-    usual = vars(ProtocolSettings())
-    found = {name: None if value == "none" else value for name, value in run.items() if name in usual}
-    return replace(asked, **{name: value for name, value in found.items() if getattr(asked, name) == usual[name]})
+def as_trained(settings: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
+    """Returns the step format and the prompts of a run, where the settings have the defaults."""
+    changes = {}
+    for name, default in vars(ProtocolSettings()).items():
+        if name in run and getattr(settings, name) == default:
+            changes[name] = None if run[name] == "none" else run[name]
+    return replace(settings, **changes)
 
 
 def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: Layout, output: Path) -> CausalLM:
     """Writes a model or its adapter in the form of --form, and returns the model as it is read back."""
     form = settings.form
     name = "-".join(Path(adapter).name for adapter in settings.adapters) or Path(settings.model).name
-    tokenizer, protocol, prompt = layout.tokenizer, layout.protocol, layout.prompt(chats.QUESTION)
+    tokenizer = layout.tokenizer
+    protocol = layout.protocol
+    prompt = layout.prompt(chats.QUESTION)
     messages = chats.opening(tokenizer, protocol, chats.QUESTION)
     if form.startswith("gguf"):
         from r3lite.exporting import gguf  # needs an extra
 
     if form == "gguf":
-        gguf.write(model, folder, tokenizer, output / GGUF, settings.weights, name)
+        gguf.write(
+            model,
+            folder=folder,
+            tokenizer=tokenizer,
+            path=output / GGUF,
+            weights=settings.weights,
+            name=name,
+        )
         header = Header(output / GGUF)
         gguf.fill(model, header)
         modelfile = chats.modelfile(GGUF, protocol, tokenizer)
-        chats.check_gguf(output / GGUF, gguf_tokenizer.files(header), modelfile, messages, prompt)
+        chats.check_gguf(
+            output / GGUF,
+            files=gguf_tokenizer.files(header),
+            modelfile=modelfile,
+            messages=messages,
+            ids=prompt,
+        )
         write_text(output / MODELFILE, modelfile)
     elif form == "gguf-adapter":
-        gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)
+        gguf.write_adapter(
+            model,
+            adapter=TRAINED,
+            path=output / ADAPTER,
+            weights=settings.weights,
+            name=name,
+        )
         gguf.fill(model, Header(output / ADAPTER), TRAINED)
         chats.write_dated(output, tokenizer)
     elif form == "adapter":
-        fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
-        base, _ = weights.public_name(settings.model)
-        lora.save_adapter(model, TRAINED, output, base, fingerprint, dtype)
+        base_model, _ = weights.public_name(settings.model)
+        lora.save_adapter(
+            model,
+            name=TRAINED,
+            folder=output,
+            base_model=base_model,
+            fingerprint=weights.fingerprint(folder),
+            dtype=DTYPES[settings.weights],
+        )
         chats.write_dated(output, tokenizer)
-        thinking = tokenizer.template.variables[chats.SWITCH]
-        chats.check_adapter(output, base=folder, thinking=thinking, messages=messages, ids=prompt)
-        lora.load_adapter(model, "written", output, trainable=False)
-        lora.set_adapter(model, "written")
+        chats.check_adapter(
+            output,
+            base=folder,
+            thinking=tokenizer.template.variables[chats.SWITCH],
+            messages=messages,
+            ids=prompt,
+        )
+        lora.load_adapter(model, REREAD, output, trainable=False)
+        lora.set_adapter(model, REREAD)
     else:
-        model = in_folder(model, folder, output, settings, chats.changes(folder, tokenizer))
+        model = in_folder(
+            model,
+            source=folder,
+            output=output,
+            settings=settings,
+            changes=chats.changes(folder, tokenizer),
+        )
         chats.check_folder(output, messages, prompt)
     return model
 
@@ -177,14 +270,21 @@ def in_folder(
     """Writes the model as a folder and returns it as it is read back."""
     kind = settings.weights
     if kind != "nf4":
-        most = budget_bytes(settings.max_shard_size, "--max-shard-size")
+        max_shard = budget_bytes(settings.max_shard_size, "--max-shard-size")
         for path, layer in list(model.named_modules()):
             if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
                 model.set_submodule(path, layer.dense())
-        saving.save_merged(model.to(DTYPES[kind]), source, output, most, changes)
+        saving.save_merged(
+            model.to(DTYPES[kind]),
+            source_folder=source,
+            out_folder=output,
+            max_shard=max_shard,
+            changes=changes,
+        )
         return weights.load_model(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read
         saving.save_merged(model, source, dense, changes=changes)
-        saving.save_nf4(weights.load_model(dense, torch.float32, "cpu", quantize=True), dense, output)
+        quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
+        saving.save_nf4(quantized, dense, output)
     return weights.load_model(output, torch.float32, "cpu")

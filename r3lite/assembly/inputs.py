@@ -17,77 +17,95 @@ from r3lite.rewards.registry import named_rewards
 from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSettings, RetrievalSettings, RewardSettings
 
 
-def of_adapter(model: ModelSettings) -> dict[str, str]:
-    """The adapter that the run starts from, which is also the reference of a KL divergence."""
+def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
+    """Returns the fingerprint of the adapter that the run starts from, which is also the reference of a KL
+    divergence; nothing without one."""
     if not model.adapter:
         return {}
     folder = adapter_folder(model.adapter)
-    return {"the adapter of --adapter": content_fingerprint(folder / CONFIG, *sorted(folder.glob("*.safetensors")))}
+    files = sorted(folder.glob("*.safetensors"))
+    return {"the adapter of --adapter": content_fingerprint(folder / CONFIG, *files)}
 
 
-def of_rl(
+def fingerprints_of_rl(
     config: PpoConfig, questions: Sequence[Question], held_out: Sequence[Question], protocols: Mapping[str, Protocol]
 ) -> dict[str, str]:
-    """All inputs of a run of RL."""
-    found = of_adapter(config.model) | of_prompts(config.protocol, protocols) | of_rewards(config.reward)
-    found["the paragraphs of the questions"] = of_paragraphs([*questions, *held_out])
-    found |= of_retrieval(config.retrieval)
+    """Returns the fingerprints of all inputs of a run of RL."""
+    fingerprints = (
+        fingerprint_of_adapter(config.model) | of_prompts(config.protocol, protocols) | of_rewards(config.reward)
+    )
+    fingerprints["the paragraphs of the questions"] = of_paragraphs([*questions, *held_out])
+    fingerprints |= of_retrieval(config.retrieval)
     if config.judge.judge == "local":
-        found |= of_model("the model of --judge-model", config.judge.judge_model)
-    return found
+        fingerprints |= of_model("the model of --judge-model", config.judge.judge_model)
+    return fingerprints
 
 
-def of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
-    """All inputs of a run of `collect` that may be gone on with, but for the questions, of which there may be more."""
-    found = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
+def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
+    """Returns the fingerprints of all inputs of a run of `collect` that may be continued, but for the questions, of
+    which there may be more."""
+    fingerprints = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
     if config.collect.source == "self":
-        found |= of_model("the model of --model", config.model.model) | of_adapter(config.model)
-    return found
+        fingerprints |= of_model("the model of --model", config.model.model) | fingerprint_of_adapter(config.model)
+    return fingerprints
 
 
 def of_prompts(settings: ProtocolSettings, protocols: Mapping[str, Protocol]) -> dict[str, str]:
-    """The prompt files of all formats, and the file of a user's own format."""
-    texts = [(name, p.system, p.init_prompt, getattr(p, "step_prompt", None)) for name, p in sorted(protocols.items())]
-    found = {"the prompts": f"{zlib.crc32(repr(texts).encode()):08x}"}
+    """Returns the fingerprints of the prompt files of all formats, and of the file of a user's own format."""
+    texts = []
+    for name, protocol in sorted(protocols.items()):
+        texts.append((name, protocol.system, protocol.init_prompt, getattr(protocol, "step_prompt", None)))
+    fingerprints = {"the prompts": f"{zlib.crc32(repr(texts).encode()):08x}"}
     if settings.is_own:
-        found["the format of --format"] = content_fingerprint(Path(settings.format))
-    return found
+        fingerprints["the format of --format"] = content_fingerprint(Path(settings.format))
+    return fingerprints
 
 
 def of_rewards(settings: RewardSettings) -> dict[str, str]:
-    """The modules of a user's own rewards."""
+    """Returns the fingerprints of the modules of a user's own rewards."""
     modules = {reward.function.__module__ for reward in named_rewards(settings) if ":" in reward.name}
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
-    return {f"the rewards of {name}": content_fingerprint(Path(file)) for name, file in sorted(files.items()) if file}
+    fingerprints = {}
+    for name in sorted(modules):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            fingerprints[f"the rewards of {name}"] = content_fingerprint(Path(file))
+    return fingerprints
 
 
 def of_paragraphs(questions: Iterable[Question]) -> str:
-    """Of the paragraphs that come with questions, and of which of them are gold."""
-    value = 0
+    """Returns the fingerprint of the paragraphs that come with questions, and of which of them are gold."""
+    checksum = 0
     for question in questions:
-        documents = [(d.id, d.title, d.text, d.metadata) for d in question.documents]
-        gold = [(d.title, d.text) for d in question.gold]
-        value = zlib.crc32(repr((documents, gold, question.gold_by, question.hop_count)).encode(), value)
-    return f"{value:08x}"
+        documents = [(document.id, document.title, document.text, document.metadata) for document in question.documents]
+        gold = [(document.title, document.text) for document in question.gold]
+        record = (documents, gold, question.gold_by, question.hop_count)
+        checksum = zlib.crc32(repr(record).encode(), checksum)
+    return f"{checksum:08x}"
 
 
 def of_retrieval(settings: RetrievalSettings) -> dict[str, str]:
-    """The corpus and the indexes that are searched here, and the models of encoder and reranker."""
-    found = {}
+    """Returns the fingerprints of the corpus and the indexes that are searched here, and of the models of encoder and
+    reranker."""
+    fingerprints = {}
     if settings.retriever != "none":
-        for flag, place in (("--corpus", settings.corpus), ("--index", settings.index)):
-            found |= _of_place(f"the passages of {flag}", place)
-        for name, own in settings.of_sources.items():
-            found |= _of_place(f"the passages of --source-index {name}", own.index)
-        found |= of_model("the model of --encoder", settings.encoder)
-        found |= of_model("the model of --rerank", settings.rerank)
-    return found
+        fingerprints |= _of_place("the passages of --corpus", settings.corpus)
+        fingerprints |= _of_place("the passages of --index", settings.index)
+        for name, source_settings in settings.of_sources.items():
+            fingerprints |= _of_place(f"the passages of --source-index {name}", source_settings.index)
+        fingerprints |= of_model("the model of --encoder", settings.encoder)
+        fingerprints |= of_model("the model of --rerank", settings.rerank)
+    return fingerprints
 
 
 def _of_place(name: str, place: str | None) -> dict[str, str]:
-    return {name: content_fingerprint(Path(place))} if place and Path(place).exists() else {}
+    """Returns the fingerprint of a file or folder, if it is here."""
+    if not place or not Path(place).exists():
+        return {}
+    return {name: content_fingerprint(Path(place))}
 
 
 def of_model(name: str, model: str | None) -> dict[str, str]:
-    """The weights of a model's folder."""
-    return {name: folder_fingerprint(Path(model))} if model and Path(model).is_dir() else {}
+    """Returns the fingerprint of the weights of a model's folder, if it is here."""
+    if not model or not Path(model).is_dir():
+        return {}
+    return {name: folder_fingerprint(Path(model))}

@@ -35,13 +35,20 @@ this JSON schema:
 
 
 def client_maker(model: ModelSettings, memory: MemorySettings) -> Callable[[JudgeSettings, Path], CachingClient]:
-    """What makes the client that --judge names, of its settings and the folder of its cache.
+    """Returns a function that makes the client that --judge names, of its settings and the folder of its cache.
 
     A local one runs on the device and in the dtype of the run's `model`, which it also is if none is named.
     """
 
     def make(settings: JudgeSettings, cache: Path) -> CachingClient:
-        return LocalClient(settings, cache, model, memory) if settings.judge == "local" else Client(settings, cache)
+        if settings.judge == "local":
+            return LocalClient(
+                settings,
+                cache=cache,
+                model=model,
+                memory=memory,
+            )
+        return Client(settings, cache)
 
     return make
 
@@ -62,61 +69,98 @@ class LocalClient(CachingClient):
     @functools.cached_property
     def circumstances(self) -> dict:
         """What a reply depends on beside the request."""
-        model = {"service": "local", "model": weights.fingerprint(self.folder) or str(self.folder.resolve())}
-        model |= {"nf4": self.work.memory.nf4, "dtype": dtype_name(self.precision.dtype)}
-        return model | {"temperature": self.settings.judge_temperature, "max_length": self.work.row_tokens}
+        return {
+            "service": "local",
+            "model": weights.fingerprint(self.folder) or str(self.folder.resolve()),
+            "nf4": self.work.memory.nf4,
+            "dtype": dtype_name(self.precision.dtype),
+            "temperature": self.settings.judge_temperature,
+            "max_length": self.work.row_tokens,
+        }
 
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Asks those that can be asked together; those that cannot come last: `take` may raise at one."""
-        hindrances = {key: self._hindrance(request) for key, request in requests.items()}
-        if asked := {key: request for key, request in requests.items() if hindrances[key] is None}:
-            self._ask(asked, take)
-        for key, reply in hindrances.items():
-            if reply is not None:
-                take(key, self._kept(key, reply))
+        answerable: dict[str, Request] = {}
+        refusals: dict[str, Reply] = {}
+        for key, request in requests.items():
+            refusal = self._refusal(request)
+            if refusal is None:
+                answerable[key] = request
+            else:
+                refusals[key] = refusal
+        if answerable:
+            self._ask(answerable, take)
+        for key, refusal in refusals.items():
+            take(key, self._kept(key, refusal))
 
-    def _hindrance(self, request: Request) -> Reply | None:
-        """Why a request cannot be asked, if it cannot; else it counts as asked."""
+    def _refusal(self, request: Request) -> Reply | None:
+        """Returns why a request cannot be asked, if it cannot; else it counts as asked."""
         question = as_question(request)
-        prompt = len(self.tokenizer.open_chat(question.text, None, question.earlier))
-        if prompt + max(request.max_output_tokens, ANSWER_ROOM) > self.work.row_tokens:
-            room = f"{prompt} tokens and room for {request.max_output_tokens} are more than {self.work.row_tokens}"
-            return Reply(failure="too_long", detail=room)
-        if cap := self.budget.reserve(0.0):
+        prompt_tokens = len(self.tokenizer.open_chat(question.text, None, question.earlier))
+        output_tokens = request.max_output_tokens
+        limit = self.work.row_tokens
+        if prompt_tokens + max(output_tokens, ANSWER_ROOM) > limit:
+            detail = f"{prompt_tokens} tokens and room for {output_tokens} are more than {limit}"
+            return Reply(failure="too_long", detail=detail)
+        cap = self.budget.reserve(0.0)
+        if cap:
             return Reply(failure="capped", detail=cap)
-        self._counts["input_tokens"] += prompt
+        self._counts["input_tokens"] += prompt_tokens
         return None
 
     def _ask(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Gives `take` the reply to each request, by its key, as soon as it is there."""
 
-        def over(key: str, sequence: Sequence) -> None:
+        def take_sequence(key: str, sequence: Sequence) -> None:
             take(key, self._kept(key, self._reply(sequence, requests[key])))
 
-        longest = max(request.max_output_tokens for request in requests.values())
-        lengths = LengthSettings(max_new_tokens=longest, max_length=self.work.row_tokens)
-        grant, sampler = Grant(self.work.memory), Sampler(self.settings.judge_temperature or 0.0)
-        model = load_frozen(self.folder, self.precision, self.work.memory.nf4, self.nf4_cache).eval()
+        engine = self._load(max(request.max_output_tokens for request in requests.values()))
+        engine.run(
+            questions=[as_question(request) for request in requests.values()],
+            seeds=list(requests),
+            retrieve=lambda pairs: [[] for _ in pairs],
+            listeners=[Listener(lambda text: None, functools.partial(take_sequence, key)) for key in requests],
+        )
+
+    def _load(self, max_new_tokens: int) -> Engine:
+        """Returns an engine with the model, which is loaded now."""
+        memory = self.work.memory
+        model = load_frozen(
+            self.folder,
+            precision=self.precision,
+            nf4=memory.nf4,
+            cache=self.nf4_cache,
+        ).eval()
+        grant = Grant(memory)
         activation_checkpointing.enable(model, grant)
-        autocast = self.precision.autocast
-        engine = Engine(model, Layout(self.tokenizer, Chat(), lengths), sampler, grant, autocast=autocast)
-        listeners = [Listener(lambda text: None, functools.partial(over, key)) for key in requests]
-        questions = [as_question(request) for request in requests.values()]
-        engine.run(questions, list(requests), lambda pairs: [[] for _ in pairs], listeners=listeners)
+        lengths = LengthSettings(max_new_tokens=max_new_tokens, max_length=self.work.row_tokens)
+        return Engine(
+            model,
+            layout=Layout(self.tokenizer, Chat(), lengths),
+            sampler=Sampler(self.settings.judge_temperature or 0.0),
+            grant=grant,
+            autocast=self.precision.autocast,
+        )
 
     def _reply(self, sequence: Sequence, request: Request) -> Reply:
-        """The reply that a finished sequence is. What it may write is its own limit, whatever others may."""
-        written = sum(sequence.action_mask)
-        self._counts["output_tokens"] += written
-        if sequence.finish == CUT_OFF or written > request.max_output_tokens:
+        """Returns a finished sequence as a reply. It may have as many tokens as its own request allows, whatever the
+        limits of the requests beside it."""
+        output_tokens = sum(sequence.action_mask)
+        self._counts["output_tokens"] += output_tokens
+        if sequence.finish == CUT_OFF or output_tokens > request.max_output_tokens:
             return Reply(failure="cut", detail=f"{request.max_output_tokens} tokens")
         text = sequence.steps[-1].answer
         return parse(text, request) if text else Reply(failure="empty")
 
 
 def as_question(request: Request) -> Question:
-    """A request as the chat that the model is given, in which the schema of the reply stands as text."""
-    form = FORM.format(schema=json.dumps(request.schema)) if request.schema else None
-    system = "\n\n".join(text for text in (request.system, form) if text)
-    pairs = [("system", system)] * bool(system) + request.turns("assistant")[:-1]
-    return Question("request", request.prompt, (), earlier=tuple({"role": r, "content": text} for r, text in pairs))
+    """Returns a request as the chat that the model is given, in which the schema of the reply stands as text."""
+    instructions = [request.system] if request.system else []
+    if request.schema:
+        instructions.append(FORM.format(schema=json.dumps(request.schema)))
+    messages = []
+    if instructions:
+        messages.append({"role": "system", "content": "\n\n".join(instructions)})
+    for role, text in request.turns("assistant")[:-1]:
+        messages.append({"role": role, "content": text})
+    return Question(id="request", text=request.prompt, answers=(), earlier=tuple(messages))

@@ -36,7 +36,7 @@ from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, MODEL
-from r3lite.training.earlier_run import made_by_run, settings_of
+from r3lite.training.earlier_run import result_of_run, settings_of
 from r3lite.training.state import Stateful, TrainState
 
 POLICY, REFERENCE = "policy", "reference"  # names of the adapters
@@ -147,7 +147,7 @@ def load_policy(
     if training.critic_learning_rate is not None:
         critic = ValueHead(model.config.hidden_size).to(device)
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
-        groups.append(optim.Group(named, training.critic_learning_rate, is_policy=False))
+        groups.append(optim.ParameterGroup(named, training.critic_learning_rate, is_policy=False))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
     grant = ShrinkingGrant(plan, optimizer, ranks)
     activation_checkpointing.enable(model, grant)
@@ -174,14 +174,14 @@ def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Trai
     return Policy(model, precision, grant, optimizer, full=FullTuning(model, apply), folder=folder)
 
 
-def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.Group]:
+def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.ParameterGroup]:
     """An adapter's parameters by their learning rates: one for all, or with LoRA+ (arXiv 2402.12354) B's own."""
     rate, ratio = settings.learning_rate, settings.lora_plus_ratio
     if ratio == 1:
-        return [optim.Group(parameters, rate)]
+        return [optim.ParameterGroup(parameters, rate)]
     second = {name: p for name, p in parameters.items() if ".lora_B." in name}
     first = {name: p for name, p in parameters.items() if name not in second}
-    return [optim.Group(first, rate), optim.Group(second, ratio * rate)]
+    return [optim.ParameterGroup(first, rate), optim.ParameterGroup(second, ratio * rate)]
 
 
 def check_lengths(folder: Path, ids: int, longest: int) -> None:
@@ -211,7 +211,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
     the settings of a command have, as far as its run folder says."""
     now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
-    trained = made_by_run(now["model"], adapter)
+    trained = result_of_run(now["model"], adapter)
     if trained is None or not (then := settings_of(trained)):
         return
     then = {name: then.get(name, value) for name, value in now.items()} | {"sources": then.get("sources")}

@@ -35,9 +35,10 @@ from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
 from r3lite.tuning.history import Candidate, History, Round, shown
 
-BEST, CANDIDATES = "best_prompt.txt", "candidates"
-KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
-AGAIN = "run the same command again; it continues from here."
+BEST = "best_prompt.txt"
+CANDIDATES = "candidates"
+SCORES_IN_HISTORY = ("em", "f1", "format_adherence", "mean_searches")
+CONTINUE = "run the same command again; it continues from here."
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Pool:
 
 
 def first_prompt(protocol: ProtocolSettings, which: str) -> str:
-    """The text of the prompt that is to be improved, as its file has it."""
+    """Returns the text of the prompt that is to be improved, as its file has it."""
     build_protocol(protocol)  # raises R3LiteError for a bad prompt file
     name = prompt_file(protocol, which)
     if name is None:
@@ -58,22 +59,41 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
 
 
 def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
-    """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
-    tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
-    sampled = read_questions(config.data.data, config.data.limit, skip)
-    why_not = "are also in --data, so critiques may quote them"
-    scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
-    retrieve = other = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
+    """Returns the questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
+    seed = config.common.seed
+    skip_bad_rows = config.data.skip_bad_rows
+    sampled = read_questions(config.data.data, config.data.limit, skip_bad_rows)
+    scored = draw_from(
+        config.tuning.eval_data,
+        count=config.tuning.eval_questions,
+        seed=seed,
+        skip_bad_rows=skip_bad_rows,
+        training_questions=sampled,
+        warning="are also in --data, so critiques may quote them",
+    )
+    setup = Setup(
+        config.retrieval,
+        questions=sampled,
+        seed=seed,
+        skip_bad_rows=skip_bad_rows,
+    )
+    retrieve_sampled = build_retriever(setup)
+    retrieve_scored = retrieve_sampled
     if config.retrieval.from_questions:
-        other = build_retriever(Setup(config.retrieval, scored, seed))
-    return Pool(sampled, retrieve), Pool(scored, other)
+        retrieve_scored = build_retriever(Setup(config.retrieval, scored, seed))
+    return Pool(sampled, retrieve_sampled), Pool(scored, retrieve_scored)
 
 
 def origin(config: TunePromptConfig, prompt: str, *pools: Pool) -> str:
-    """A digest of what the scores of a run depend on beside its settings: files may change under their names."""
-    adapter = config.model.adapter and folder_fingerprint(adapter_folder(config.model.adapter))
-    asked = [[(q.id, q.text, q.answers) for q in pool.questions] for pool in pools]
-    return f"{zlib.crc32(repr([prompt, adapter, asked]).encode()):08x}"
+    """Returns a digest of what the scores of a run depend on beside its settings: files may change under their
+    names."""
+    adapter = config.model.adapter
+    if adapter:
+        adapter = folder_fingerprint(adapter_folder(adapter))
+    questions = []
+    for pool in pools:
+        questions.append([(question.id, question.text, question.answers) for question in pool.questions])
+    return f"{zlib.crc32(repr([prompt, adapter, questions]).encode()):08x}"
 
 
 @dataclass
@@ -93,7 +113,7 @@ class PromptTuner:
         self.critic = Critic(self.config.tuning.improve, self.engine.layout.protocol)
 
     def run(self) -> None:
-        """The rounds that are left, or as far as the caps on calls allow; then the best prompt is written."""
+        """Takes the remaining rounds, or as far as the caps on calls allow; then the best prompt is written."""
         total = self.config.tuning.rounds
         for number in range(len(self.history.rounds), total + 1):
             title = f"round {number} of {total}"
@@ -108,13 +128,18 @@ class PromptTuner:
                 return
 
     def notes(self) -> list[str]:
-        """What is to be said of the critic, in lines."""
+        """Returns what is to be said of the critic, in lines."""
         counts = self.client.counts()
         parts = [f"{counts['calls']} requests", f"{counts['cache_hits']} replies from the cache"]
-        parts += [f"{counts['failures']} failed"] if counts["failures"] else []
-        parts += [f"{counts['cost']:.4f} US dollars"] if "cost" in counts else []
-        stopped = f"stopped before the end: {self.capped}; run the same command with a higher limit to continue"
-        return [f"critic: {', '.join(parts)}", *([stopped] if self.capped else [])]
+        if counts["failures"]:
+            parts.append(f"{counts['failures']} failed")
+        if "cost" in counts:
+            parts.append(f"{counts['cost']:.4f} US dollars")
+        lines = [f"critic: {', '.join(parts)}"]
+        if self.capped:
+            remedy = "run the same command with a higher limit to continue"
+            lines.append(f"stopped before the end: {self.capped}; {remedy}")
+        return lines
 
     def branch_out(self, number: int, title: str) -> None:
         """Adds a round's new prompts to the history: those of the beam are tried, criticized and edited."""
@@ -125,34 +150,87 @@ class PromptTuner:
             if not failures:
                 print(f"{name}: no failures, so no critique", file=sys.stderr)
                 continue
-            asked = [self.critique_request(parent, failures, number, branch) for branch in branches]
-            critiques = dict(zip(branches, self.ask(asked, f"{name}: critiques"), strict=True))
-            usable = {branch: critique.value for branch, critique in critiques.items() if not critique.failure}
-            edits = [self.critic.edit(parent.prompt, text, f"{number}/{branch}") for branch, text in usable.items()]
-            edited = iter(self.ask(edits, f"{name}: edits"))
+            critiques = self.criticize(
+                parent,
+                failures=failures,
+                number=number,
+                branches=branches,
+                title=name,
+            )
+            edits = self.edit(
+                parent,
+                critiques=critiques,
+                number=number,
+                title=name,
+            )
             for branch, critique in critiques.items():
-                edit = critique if critique.failure else next(edited)
-                if edit.failure != "capped":  # another run asks again
-                    self.add(Candidate(0, edit.value or "", number, parent.id, branch, critique.value or ""), edit)
+                edit = edits.get(branch, critique)
+                if edit.failure == "capped":  # another run asks again
+                    continue
+                candidate = Candidate(
+                    id=0,
+                    prompt=edit.value or "",
+                    round=number,
+                    parent=parent.id,
+                    branch=branch,
+                    critique=critique.value or "",
+                )
+                self.add(candidate, edit)
             if self.capped:
                 return
 
     def failures(self, parent: Candidate, number: int, title: str) -> list[Episode]:
-        """The episodes of this round's questions that end without a right answer with a prompt."""
+        """Returns the episodes of this round's questions that end without a right answer with a prompt."""
         draw = random.Random(f"{self.config.common.seed}/tune/{number}")
-        known = self.sampled.questions
-        drawn = draw.sample(known, min(self.config.tuning.sampled_questions, len(known)))
-        episodes = self.answers(parent, replace(self.sampled, questions=drawn), f"{number}/", f"{title}: tried")
+        questions = self.sampled.questions
+        drawn = draw.sample(questions, min(self.config.tuning.sampled_questions, len(questions)))
+        episodes = self.answers(
+            parent,
+            pool=replace(self.sampled, questions=drawn),
+            stream=f"{number}/",
+            title=f"{title}: tried",
+        )
         return [episode for episode in episodes if answer_scores(episode)[0] < 1]
 
+    def criticize(
+        self, parent: Candidate, failures: list[Episode], number: int, branches: list[int], title: str
+    ) -> dict[int, Reply]:
+        """Returns the critique of each branch."""
+        requests = []
+        for branch in branches:
+            request = self.critique_request(
+                parent,
+                failures=failures,
+                number=number,
+                branch=branch,
+            )
+            requests.append(request)
+        return dict(zip(branches, self.ask(requests, f"{title}: critiques"), strict=True))
+
     def critique_request(self, parent: Candidate, failures: list[Episode], number: int, branch: int) -> Request:
-        tuning, seed = self.config.tuning, self.config.common.seed
-        draw = random.Random(f"{seed}/critique/{number}/{parent.id}/{branch}")
+        """Returns the request for a critique of some of the failures, drawn for this branch."""
+        tuning = self.config.tuning
+        draw = random.Random(f"{self.config.common.seed}/critique/{number}/{parent.id}/{branch}")
         drawn = draw.sample(failures, min(tuning.shown_failures, len(failures)))
-        return self.critic.critique(parent.prompt, drawn, branch, tuning.branch, f"{number}/{branch}")
+        return self.critic.critique(
+            parent.prompt,
+            failures=drawn,
+            number=branch,
+            of=tuning.branch,
+            nonce=f"{number}/{branch}",
+        )
+
+    def edit(self, parent: Candidate, critiques: dict[int, Reply], number: int, title: str) -> dict[int, Reply]:
+        """Returns the edited prompt of each branch whose critique can be used."""
+        requests = {}
+        for branch, critique in critiques.items():
+            if not critique.failure:
+                requests[branch] = self.critic.edit(parent.prompt, critique.value, f"{number}/{branch}")
+        replies = self.ask(list(requests.values()), f"{title}: edits")
+        return dict(zip(requests, replies, strict=True))
 
     def ask(self, requests: list[Request], title: str) -> list[Reply]:
-        """The critic's replies; R3LiteError if none of them can be used, and no cap is the reason."""
+        """Returns the critic's replies; R3LiteError if none of them can be used, and no cap is the reason."""
         replies = self.client.generate_all(requests, title) if requests else []
         failed = [reply for reply in replies if reply.failure]
         capped = [reply.detail for reply in failed if reply.failure == "capped"]
@@ -161,7 +239,7 @@ class PromptTuner:
         elif failed and len(failed) == len(replies):
             reason = ": ".join(filter(None, (FAILURES[failed[0].failure], failed[0].detail)))
             cause = f"none of the critic's {len(replies)} replies can be used; the first: {reason}"
-            raise R3LiteError(cause, f"Fix the cause, and {AGAIN}")
+            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}")
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
@@ -173,32 +251,41 @@ class PromptTuner:
         self.history.add(replace(candidate, id=id, rejected=fault or ""))
 
     def fault_of(self, prompt: str, id: int) -> str | None:
-        """Why a new prompt, which would have that number, is not scored, if it is not."""
-        if problem := unfit(prompt, self.history.candidates[0].prompt):
+        """Returns why a new prompt, which would have that number, is not scored; None if it is."""
+        problem = unfit(prompt, self.history.candidates[0].prompt)
+        if problem:
             return problem
-        if same := self.history.same_as(prompt):
-            return f"it is the same as prompt {same.id}"
+        duplicate = self.history.same_as(prompt)
+        if duplicate:
+            return f"it is the same as prompt {duplicate.id}"
         layout = replace(self.engine.layout, protocol=self.with_prompt(prompt, id))
-        longest = max(len(layout.prompt(q.text)) for q in [*self.sampled.questions, *self.scored.questions])
+        questions = [*self.sampled.questions, *self.scored.questions]
+        longest = max(len(layout.prompt(question.text)) for question in questions)
         if longest + ANSWER_ROOM > self.config.lengths.max_length:
             return f"with a question it has {longest} tokens, so an answer does not fit in --max-length"
         return None
 
     def with_prompt(self, prompt: str, id: int) -> Protocol:
-        """The protocol with a prompt, which is written to the file of its number."""
+        """Returns the protocol with a prompt, which is written to the file of its number."""
         path = self.output / CANDIDATES / f"{id}.txt"
         write_text(path, f"{prompt}\n")
         return build_protocol(replace(self.config.protocol, **{self.config.tuning.improve: str(path)}))
 
     def answers(self, candidate: Candidate, pool: Pool, stream: str, title: str) -> list[Episode]:
-        """Episodes with a prompt; R3LiteError if the retriever failed in one."""
+        """Returns episodes with a prompt; R3LiteError if the retriever failed in one."""
         layout = replace(self.engine.layout, protocol=self.with_prompt(candidate.prompt, candidate.id))
-        seeds = [f"{self.config.common.seed}/{stream}{i}" for i in range(len(pool.questions))]
-        run = replace(self.engine, layout=layout).run
-        episodes = [sequence.episode() for sequence in run(pool.questions, seeds, pool.retrieve, title)]
-        if failed := [episode.failure for episode in episodes if episode.failure]:
+        engine = replace(self.engine, layout=layout)
+        sequences = engine.run(
+            pool.questions,
+            seeds=[f"{self.config.common.seed}/{stream}{i}" for i in range(len(pool.questions))],
+            retrieve=pool.retrieve,
+            progress=title,
+        )
+        episodes = [sequence.episode() for sequence in sequences]
+        failed = [episode.failure for episode in episodes if episode.failure]
+        if failed:
             cause = f"the retriever failed on {len(failed)} questions: {failed[0]}"
-            raise R3LiteError(cause, f"Fix the cause, and {AGAIN}")
+            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}")
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
@@ -207,25 +294,52 @@ class PromptTuner:
         If the file is there, the run was killed before the score was in the history.
         """
         name = f"{title}, prompt {candidate.id}"
-        if not self.predictions_of(candidate).exists():
-            episodes = self.answers(candidate, self.scored, "", f"{name}: scored")
-            write_jsonl(self.predictions_of(candidate), (e.to_json() | Marks.of(e).to_json() for e in episodes))
-        found = scores(self.marks_of(candidate), self.config.common.seed)
-        self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
-        metric, best = self.config.tuning.metric, self.history.best
-        message = f"{metric} {shown(found[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
+        file = self.predictions_of(candidate)
+        if not file.exists():
+            episodes = self.answers(
+                candidate,
+                pool=self.scored,
+                stream="",
+                title=f"{name}: scored",
+            )
+            write_jsonl(file, (episode.to_json() | Marks.of(episode).to_json() for episode in episodes))
+        means = scores(self.marks_of(candidate), self.config.common.seed)
+        recorded = {}
+        for score in SCORES_IN_HISTORY:
+            if means[score]["value"] is not None:
+                recorded[score] = means[score]
+        self.history.score(candidate, recorded)
+        metric = self.config.tuning.metric
+        best = self.history.best
+        message = f"{metric} {shown(means[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
         """Ends a round: how much better the best prompt is than the one before it, by paired bootstrap."""
-        before, best = self.history.rounds[-1].best if number else 0, self.history.best.id
-        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (before, best))
-        gain = compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
-        self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
+        previous_best = self.history.rounds[-1].best if number else 0
+        best = self.history.best.id
+        comparison = compare(
+            self.marks_of(self.history.candidates[previous_best]),
+            self.marks_of(self.history.candidates[best]),
+            self.config.common.seed,
+        )
+        gain = comparison[self.config.tuning.metric]
+        self.history.close(
+            Round(
+                number=number,
+                best=best,
+                gained=gain["difference"],
+                low=gain["low"],
+                high=gain["high"],
+                p=gain["p"],
+            )
+        )
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
+        """Returns the marks of each question with a prompt, as its file has them."""
         lines = read_jsonl(self.predictions_of(candidate), "Pass another --output.")
         return [marks for _, marks in predictions_of(lines).values()]
 
     def predictions_of(self, candidate: Candidate) -> Path:
+        """Returns the file of the episodes with a prompt."""
         return self.output / CANDIDATES / f"{candidate.id}.predictions.jsonl"

@@ -136,7 +136,16 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             ending.callback(sampler.sampler.engine.close)
         rounds, file = config.rounds(len(questions)), run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, teacher_model, spans)
-        oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
+        oversight = Oversight(
+            run,
+            state=state,
+            guard=guard,
+            settings=config.validation,
+            total=trainer.total,
+            validation=validation,
+            spans=spans,
+            penalizes_kl=config.rl.kl_beta > 0,
+        )
         if loop.train(run, trainer, oversight, spans) and ranks.first:
             ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from r3lite.core.episode import Question
 from r3lite.datasets.collected import rejected_ids
 from r3lite.settings import PpoConfig
-from r3lite.training.earlier_run import demonstrated, made_by_run, question_hash
+from r3lite.training.earlier_run import demonstrated, question_hash, result_of_run
 
 MOSTLY = 0.5  # a larger share of the questions is told
 REMEDY = "train on the rl.jsonl of `prepare --rl-size N`, or on one half of the questions and demonstrate the other"
@@ -27,7 +27,7 @@ def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
 def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
     """That most questions are those of the adapter's demonstrations, or ""; nothing is said of an adapter of which its
     questions are not known."""
-    adapter = made_by_run(config.model.model, config.model.adapter)
+    adapter = result_of_run(config.model.model, config.model.adapter)
     if adapter is None:
         return ""
     hashes = demonstrated(adapter)

@@ -14,7 +14,7 @@ from itertools import chain
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
-from r3lite.assembly.inputs import of_rl
+from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
@@ -38,7 +38,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, PpoConfig
 from r3lite.training import optim
-from r3lite.training.earlier_run import made_by_run, sft_epochs
+from r3lite.training.earlier_run import result_of_run, sft_epochs
 from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
@@ -63,7 +63,7 @@ def build(
     """
     rl, temperature = config.rl, config.sampling.temperature
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
-    warn_of_start(made_by_run(config.model.model, config.model.adapter))
+    warn_of_start(result_of_run(config.model.model, config.model.adapter))
     warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
@@ -83,7 +83,7 @@ def build(
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
         adapted["kl_budget"] = budget
-    inputs = ranks.shared(lambda: of_rl(config, questions, held_out, protocols))
+    inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols))
     state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = next(iter(layouts.values()))
@@ -225,5 +225,5 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config, shared, config.rounds(questions), critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
+        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.max_off_policy, replays=algorithm.has_replay,
     )  # fmt: skip

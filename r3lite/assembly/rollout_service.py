@@ -73,7 +73,7 @@ class RolloutService:
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
-        """The reply to a request, as core.http_server.Service says."""
+        """The reply to a request, as core.http_server.HttpService says."""
         if path == "/version":
             dtype = dtype_name(self.engine.model.head_weight.dtype)
             return {"r3lite": r3lite.__version__, "facts": self.facts, "adapter": self.version, "dtype": dtype}

@@ -21,19 +21,22 @@ from r3lite.settings import QuickstartConfig
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
 TRAJECTORIES = 300
 HURRIED = 0.5
-# What --quick makes of each stage.
-FEW = {
+# What --quick adds to the arguments of each stage.
+QUICK_ARGUMENTS = {
     "collect": ["--limit", "40"],
     "sft": ["--max-steps", "3"],
     "ppo": ["--max-steps", "2"],
     "evaluate": ["--limit", "16"],
 }
 # The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
-OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
-ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
+INIT_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
+# What formats other than the preset's add: a plan of four searches is longer than the preset's turns, and harder to
+# learn, so that after the preset's 100 steps few questions are answered right.
+LENGTHS_OF_FORMAT = {"dag": ["--max-new-tokens", "128"]}
+SFT_STEPS_OF_FORMAT = {"dag": ["--max-steps", "250"]}
 # The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
-SAMPLING = ["--temperature", "0.5"]
-LESSONS = {"dag": ["--max-steps", "250"]}  # and harder to learn: after the preset's 100 steps few are answered right
+SAMPLING_OF_OTHER_FORMATS = ["--temperature", "0.5"]
+SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # the columns of the table
 
 
 @dataclass
@@ -46,23 +49,30 @@ class Stage:
 
     @property
     def scores(self) -> dict:
+        """The scores of scores.json."""
         return read_record(self.folder / "scores.json", "").values
 
     @property
     def marks(self) -> list[Marks]:
-        """What was counted of every question, in the order of the test file."""
+        """The marks of every question, in the order of the test file."""
         return [marks for _, marks in read_predictions(self.folder).values()]
 
 
-def teacher(trajectories: Path) -> dict:
-    """How often the teacher of the cold start answers right: what SFT is asked to imitate."""
-    rows = [(row.values["steps"][-1]["answer"], row.values["answers"]) for row in read_jsonl(trajectories)]
-    scores = {"em": sum(exact_match(*r) for r in rows) / len(rows), "f1": sum(f1(*r) for r in rows) / len(rows)}
-    return {"n": len(rows), **scores, "hurried_share": HURRIED}
+def teacher_scores(trajectories: Path) -> dict:
+    """Returns how often the teacher of the cold start answers right, whom SFT imitates."""
+    em_scores = []
+    f1_scores = []
+    for row in read_jsonl(trajectories):
+        answer = row.values["steps"][-1]["answer"]
+        gold_answers = row.values["answers"]
+        em_scores.append(exact_match(answer, gold_answers))
+        f1_scores.append(f1(answer, gold_answers))
+    n = len(em_scores)
+    return {"n": n, "em": sum(em_scores) / n, "f1": sum(f1_scores) / n, "hurried_share": HURRIED}
 
 
 def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, arguments: list[str]) -> float:
-    """Runs one command with its arguments shown; minutes it took."""
+    """Runs one command and prints its arguments; returns the minutes that it took."""
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
     command.check_status(commands[name].main(arguments), f"the stage {name} failed", "See its message above.")
@@ -70,107 +80,161 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
 
 
 def output_of(config: QuickstartConfig) -> Path:
-    """The folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before them."""
+    """Returns the folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before
+    them."""
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise R3LiteError(f"--output {out} exists and is not an empty folder", "Pass a new folder.")
     return out
 
 
-def arguments_of(format: str, out: Path) -> tuple[list[str], list[str], list[str]]:
-    """What a command is given of a format: one that reads its texts, one that retrieves, and one that samples."""
-    spoken = ["--format", format, *OWN_PROMPT] if format != "r3" else []
-    search = [*spoken, *(["--retriever", "none"] if format == "solution" else ["--index", str(out / "index")])]
-    return spoken, search, [*search, *ROOM.get(format, [])]
+def format_arguments(format: str) -> list[str]:
+    """Returns the arguments of a command that reads texts of a format."""
+    if format == "r3":
+        return []  # that of the preset
+    return ["--format", format, *INIT_PROMPT]
+
+
+def retrieval_arguments(format: str, out: Path) -> list[str]:
+    """Returns the arguments of a command that retrieves for a format."""
+    if format == "solution":
+        return [*format_arguments(format), "--retriever", "none"]
+    return [*format_arguments(format), "--index", str(out / "index")]
+
+
+def sampling_arguments(format: str, out: Path) -> list[str]:
+    """Returns the arguments of a command that samples episodes of a format."""
+    return [*retrieval_arguments(format, out), *LENGTHS_OF_FORMAT.get(format, [])]
 
 
 def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType]) -> None:
     """Runs the stages one after another, then prints the table."""
     start = time.monotonic()
-    common, settings = config.common, config.quickstart
+    format = config.quickstart.format
+    algorithm = config.quickstart.algorithm
     out = output_of(config)
     world = shipped("data", "world")
-    shared = ["--preset", common.preset, "--seed", str(common.seed)]
-    spoken, search, samples = arguments_of(settings.format, out)
-    quick = {name: arguments if settings.quick else [] for name, arguments in FEW.items()}
+    preset = ["--preset", config.common.preset]
+    shared = [*preset, "--seed", str(config.common.seed)]
+    sampling = sampling_arguments(format, out)
+    quick = QUICK_ARGUMENTS if config.quickstart.quick else {name: [] for name in QUICK_ARGUMENTS}
 
-    def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
+    def evaluate(name: str, adapter: Path | None, minutes: float) -> Stage:
         folder = out / f"evaluate-{name.lower()}"
-        arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
-        arguments += [*quick["evaluate"], *(["--adapter", str(adapter)] if adapter else [])]
-        title = f"evaluate the {name} model on questions about new entities"
-        run_stage(title, commands, "evaluate", arguments)
+        arguments = [*shared, "--data", str(world / "test.jsonl"), *sampling, "--output", str(folder)]
+        arguments += quick["evaluate"]
+        if adapter:
+            arguments += ["--adapter", str(adapter)]
+        run_stage(
+            f"evaluate the {name} model on questions about new entities",
+            commands=commands,
+            name="evaluate",
+            arguments=arguments,
+        )
         return Stage(name, folder, minutes)
 
-    def collected(title: str, output: Path, *more: str) -> None:
-        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(output)]
-        run_stage(title, commands, "collect", [*arguments, "--limit", str(TRAJECTORIES), *more, *quick["collect"]])
+    def collect(title: str, trajectories: Path, *hurried: str) -> None:
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *retrieval_arguments(format, out)]
+        arguments += ["--output", str(trajectories), "--limit", str(TRAJECTORIES), *hurried, *quick["collect"]]
+        run_stage(
+            title,
+            commands=commands,
+            name="collect",
+            arguments=arguments,
+        )
 
-    def taught(title: str, data: Path, adapter: Path) -> float:
-        arguments = [*shared, *spoken, "--data", str(data), "--output", str(adapter)]
-        return run_stage(title, commands, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
+    def train(title: str, trajectories: Path, adapter: Path) -> float:
+        arguments = [*shared, *format_arguments(format), "--data", str(trajectories), "--output", str(adapter)]
+        arguments += [*SFT_STEPS_OF_FORMAT.get(format, []), *quick["sft"]]
+        return run_stage(
+            title,
+            commands=commands,
+            name="sft",
+            arguments=arguments,
+        )
 
-    if settings.format != "solution":
-        passages = ["--preset", common.preset, "--corpus", str(world / "corpus.jsonl")]
-        run_stage("index the encyclopedia", commands, "index", [*passages, "--output", str(out / "index")])
+    if format != "solution":
+        run_stage(
+            "index the encyclopedia",
+            commands=commands,
+            name="index",
+            arguments=[*preset, "--corpus", str(world / "corpus.jsonl"), "--output", str(out / "index")],
+        )
     trajectories = out / "trajectories.jsonl"
     title = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
-    collected(title, trajectories, "--hurried-share", str(HURRIED))
-    stages = [evaluated("base", None, 0.0)]
-    minutes = taught("SFT: learn the step format and copying from documents", trajectories, out / "sft")
-    stages.append(evaluated("SFT", out / "sft", minutes))
-    name, teacher_of_failures = settings.algorithm, []
-    if ALGORITHMS[name].has_teacher:
-        flawless, adapter = out / "flawless.jsonl", out / "teacher"
-        collected("collect correct trajectories for a teacher", flawless)
-        taught("SFT of the teacher, a second adapter", flawless, adapter)
-        teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
-    arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
-    if ALGORITHMS[name].has_traces:  # the hasty ones among them have too small a reward, and fall out
+    collect(title, trajectories, "--hurried-share", str(HURRIED))
+    stages = [evaluate("base", None, 0.0)]
+    minutes = train("SFT: learn the step format and copying from documents", trajectories, out / "sft")
+    stages.append(evaluate("SFT", out / "sft", minutes))
+    arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft")]
+    arguments += ["--data", str(world / "train.jsonl")]
+    if ALGORITHMS[algorithm].has_traces:  # the hasty ones among them have too small a reward, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
-    arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
-    arguments += SAMPLING if settings.format != "r3" else []
-    title = f"{name.upper()}: learn from rewards on questions and answers"
-    minutes = run_stage(title, commands, "ppo", arguments)
-    stages.append(evaluated(name.upper(), out / name, minutes))
-    report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
+    arguments += [*sampling, "--output", str(out / algorithm)]
+    if ALGORITHMS[algorithm].has_teacher:
+        flawless = out / "flawless.jsonl"
+        collect("collect correct trajectories for a teacher", flawless)
+        train("SFT of the teacher, a second adapter", flawless, out / "teacher")
+        arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
+    arguments += quick["ppo"]
+    if format != "r3":
+        arguments += SAMPLING_OF_OTHER_FORMATS
+    minutes = run_stage(
+        f"{algorithm.upper()}: learn from rewards on questions and answers",
+        commands=commands,
+        name="ppo",
+        arguments=arguments,
+    )
+    stages.append(evaluate(algorithm.upper(), out / algorithm, minutes))
+    report(
+        stages,
+        taught_by=teacher_scores(trajectories),
+        out=out,
+        minutes=(time.monotonic() - start) / 60,
+        config=config,
+    )
     print_what_next(out, config)
 
 
 def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
-    """The table, and what RL changed with its paired interval; `quickstart.json` has the same."""
-    keys = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
+    """Prints the table, and what RL changed with its paired interval; `quickstart.json` has the same."""
     n = stages[0].scores["n"]
-    wide = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
-    head = "".join(f"{c:>10}" for c in ("EM", "F1", "format", "recall", "searches", "minutes"))
-    print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{wide}}{head}")
-    rows = []
+    width = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
+    columns = "".join(f"{title:>10}" for title in ("EM", "F1", "format", "recall", "searches", "minutes"))
+    print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{width}}{columns}")
     about = f"   the {taught_by['n']} trajectories for SFT; deliberately hasty"
-    print(f"{'teacher':<{wide}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
+    print(f"{'teacher':<{width}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
+    rows = []
     for stage in stages:
-        values = {key: stage.scores[key]["value"] for key in keys}
+        values = {score: stage.scores[score]["value"] for score in SCORES}
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
-        print(f"{stage.name:<{wide}}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
-    before, after = stages[-2:]
-    em = compare(before.marks, after.marks, seed=config.common.seed)["em"]
-    gain = {"value": em["difference"]} | {key: em[key] for key in ("low", "high", "p")}
-    interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
-    print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
+        cells = "".join(f"{value:>10.3f}" for value in values.values())
+        print(f"{stage.name:<{width}}{cells}{stage.minutes:>10.1f}")
+    gain = print_gain(stages[-2], stages[-1], config.common.seed)
     print(f"{minutes:.1f} minutes in total")
     if config.quickstart.quick:
         print("--quick only shows that everything runs; without it, the model learns")
-    total = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
-    write_json(out / "quickstart.json", total)
+    record = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
+    write_json(out / "quickstart.json", record)
+
+
+def print_gain(sft: Stage, rl: Stage, seed: int) -> dict:
+    """Prints and returns the difference of exact match, with its interval and p."""
+    em = compare(sft.marks, rl.marks, seed=seed)["em"]
+    gain = {"value": em["difference"], "low": em["low"], "high": em["high"], "p": em["p"]}
+    interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
+    print(f"\nexact match, {rl.name} - {sft.name}: {gain['value']:+.3f} ({interval})")
+    return gain
 
 
 def print_what_next(out: Path, config: QuickstartConfig) -> None:
-    """Where to look next, with the commands that use the trained model."""
-    *_, samples = arguments_of(config.quickstart.format, out)
+    """Prints where to look next, with the commands that use the trained model."""
+    sampling = sampling_arguments(config.quickstart.format, out)
     rl = out / config.quickstart.algorithm
-    command, preset = ["python", "-m"], ["--preset", config.common.preset]
     question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
-    ask = [*command, "r3lite.ask", *preset, "--adapter", str(rl), *samples, question]
-    serve = [*command, "r3lite.serve", *preset, "--adapters", f"sft={out / 'sft'},rl={rl}", *samples]
+    preset = ["--preset", config.common.preset]
+    ask = ["python", "-m", "r3lite.ask", *preset, "--adapter", str(rl), *sampling, question]
+    serve = ["python", "-m", "r3lite.serve", *preset, "--adapters", f"sft={out / 'sft'},rl={rl}", *sampling]
     print(f"""
 where to look next
   answers:          {out / f"evaluate-{rl.name}" / "predictions.jsonl"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from r3lite.assembly.inputs import of_adapter
+from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
@@ -44,47 +44,66 @@ class SFTTrainer:
 
     def __init__(self, config: SftConfig, policy: Policy, vocabulary: int, rows: list[Row], held_out: list[Row]):
         """`vocabulary`: number of the tokenizer's ids; the embedding's further rows are padding, with probability 0."""
-        self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
+        self.config = config
+        self.policy = policy
+        self.vocabulary = vocabulary
+        self.rows = rows
+        self.held_out = held_out
         self.total, self.last_row = config.length(len(rows))
-        self.ranks, self.spans = policy.ranks, build_spans(config.tracking) if policy.ranks.first else None
+        self.ranks = policy.ranks
+        self.spans = build_spans(config.tracking) if policy.ranks.first else None
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
-        facts = {
-            "rows": len(rows),
-            "validation_rows": len(held_out),
-            "trained_tokens_per_epoch": sum(row.loss_tokens for row in rows),
-            "trainable_parameters": sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"]),
-        }
-        data = fingerprint([*rows, *held_out])
-        inputs = self.ranks.shared(lambda: of_adapter(config.model))
-        self.state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts)
+        self.state = policy.train_state(
+            settings=config.optimizer,
+            base_model=config.model.model,
+            data=fingerprint([*rows, *held_out]),
+            inputs=self.ranks.shared(lambda: fingerprint_of_adapter(config.model)),
+            facts={
+                "rows": len(rows),
+                "validation_rows": len(held_out),
+                "trained_tokens_per_epoch": sum(row.loss_tokens for row in rows),
+                "trainable_parameters": count_parameters(policy),
+            },
+        )
         self.last_micro_batch: list[Row] = []
 
     def step(self, number: int) -> tuple[dict, int]:
-        """One optimizer step; returns its metrics and its tokens. The loss is the mean over all trained tokens of its
-        rows, however they are divided into micro-batches and among ranks."""
-        per_step, seed = self.config.rows_per_step, self.config.common.seed
-        chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
-        rows = [self.rows[i] for i in chosen]
+        """Takes one optimizer step and returns its metrics and its number of tokens.
+
+        The loss is the mean over all trained tokens of its rows, however they are divided into micro-batches and among
+        ranks.
+        """
+        rows_per_step = self.config.rows_per_step
+        indices = rows_of_step(
+            step=number,
+            count=len(self.rows),
+            per_step=rows_per_step,
+            seed=self.config.common.seed,
+            last=self.last_row,
+            mixture=self.mixture,
+        )
+        rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with span(self.spans, "update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
             norm, _ = self.state.update()
-        shares = sum_by_name(self.ranks.gather(shares))
-        epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
-        record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
+        losses = sum_by_name(self.ranks.gather(shares))
+        record = means_by_source("loss", losses, count_loss_tokens(rows))
+        record["grad_norm"] = norm
+        record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
             with span(self.spans, "validate", rows=len(self.held_out)):
                 record |= self.validation_losses()
-        return with_perplexity(record), sum(len(row.tokens) for row in rows)
+        return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
         """Computes the gradients of the run's largest micro-batch, and drops them."""
-        longest = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
-        rows, full = longest, self.policy.full  # of which each rank takes its share
-        if self.ranks.size == 1:
-            rows = max(self.micro_batches(longest), key=lambda group: sum(len(row.tokens) for row in group))
+        rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
+        if self.ranks.size == 1:  # otherwise each rank takes its share of all the longest rows
+            rows = max(self.micro_batches(rows), key=count_tokens)
         self.policy.model.train()
+        full = self.policy.full
         with self.policy.grant.rehearsal(), full.rehearsal() if full else nullcontext():
             self.policy.grant.attempt("update", self.add_gradients, rows)
 
@@ -93,89 +112,131 @@ class SFTTrainer:
 
         The sum of losses of a micro-batch is divided by the trained tokens of all rows of the step, on all ranks.
         """
-        count, shares, groups = sum(row.loss_tokens for row in rows), {}, self.micro_batches(rows)
-        if self.policy.full and len(groups) > 1:  # each pass changes the weights
-            cause = (
-                f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {len(groups)}"
-            )
+        loss_tokens = sum(row.loss_tokens for row in rows)
+        micro_batches = self.micro_batches(rows)
+        if self.policy.full and len(micro_batches) > 1:  # each pass changes the weights
+            passes = len(micro_batches)
+            cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
             raise R3LiteError(cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.")
-        for group in groups:
-            self.last_micro_batch = group
-            loss = self.loss(group) / count
-            try:
-                self.policy.precision.backward(loss)
-                if self.policy.full:
-                    self.policy.full.finish()
-            except torch.OutOfMemoryError as error:
-                if not self.policy.precision.changed_weights:
-                    raise  # it can be tried again
-                remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
-                raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
-            shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
+        shares: dict[str, Tensor] = {}
+        for micro_batch in micro_batches:
+            self.last_micro_batch = micro_batch
+            loss = self.loss(micro_batch) / loss_tokens
+            self._backward(loss)
+            source = micro_batch[0].source
+            shares[source] = shares.get(source, 0.0) + loss.detach()
         # Copied while the gradients' norm is computed, so that a step waits for the device once.
-        return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
+        return {source: loss.to("cpu", non_blocking=True) for source, loss in shares.items()}
+
+    def _backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss, or with all weights trained takes the update as well."""
+        try:
+            self.policy.precision.backward(loss)
+            if self.policy.full:
+                self.policy.full.finish()
+        except torch.OutOfMemoryError as error:
+            if not self.policy.precision.changed_weights:
+                raise  # it can be tried again
+            remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
+            raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
 
     def loss(self, rows: list[Row]) -> Tensor:
-        """The summed cross-entropy of the rows' trained tokens, in nats; hidden state t - 1 predicts token t."""
+        """Returns the summed cross-entropy [] of the rows' trained tokens, in nats; hidden state t - 1 predicts
+        token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
-            head = model.head_weight[: self.vocabulary]  # [V, C]
-            chunk = self.policy.grant.memory.loss_chunk
-            full = self.policy.full if torch.is_grad_enabled() else None
-            head_grad = full.head_gradient()[: self.vocabulary] if full else None
-            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk, head_grad=head_grad)
+            head_grad = None
+            if self.policy.full and torch.is_grad_enabled():
+                head_grad = self.policy.full.head_gradient()[: self.vocabulary]
+            loss, _ = token_loss(
+                hidden,
+                head_weight=model.head_weight[: self.vocabulary],  # [V, C]
+                targets=targets,
+                loss=cross_entropy,
+                chunk=self.policy.grant.memory.loss_chunk,
+                head_grad=head_grad,
+            )
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
-        """This rank's share of the rows, in groups that go through the model together. A group has rows of one source
-        only, so that each source's loss is known."""
-        limit, most, made = self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size, []
-        rows = [rows[i] for i in self.ranks.share([len(row.tokens) for row in rows])]
-        for name in dict.fromkeys(row.source for row in rows):
-            some = [row for row in rows if row.source == name]
-            made += [[some[i] for i in group] for group in groups([row.tokens for row in some], limit, most)]
-        return made
+        """Returns this rank's share of the rows, in groups that go through the model together.
+
+        A group has rows of one source only, so that each source's loss is known.
+        """
+        indices = self.ranks.share([len(row.tokens) for row in rows])
+        by_source: dict[str, list[Row]] = {}
+        for i in indices:
+            by_source.setdefault(rows[i].source, []).append(rows[i])
+        limit = self.policy.grant.memory.micro_batch_tokens
+        micro_batches = []
+        for source_rows in by_source.values():
+            for group in groups([row.tokens for row in source_rows], limit, self.config.sft.batch_size):
+                micro_batches.append([source_rows[i] for i in group])
+        return micro_batches
 
     def validation_losses(self) -> dict[str, float]:
-        """Mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
+        """Returns the mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
         sums = sum_by_name(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
-        tokens = tokens_of(self.held_out)
-        return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
+        loss_tokens = count_loss_tokens(self.held_out)
+        total = sum(loss_tokens.values())
+        shares = {source: loss / total for source, loss in sums.items()}
+        return means_by_source("eval_loss", shares, loss_tokens)
 
     def held_out_losses(self) -> dict[str, float]:
-        """Summed cross-entropy of this rank's share of the held-out rows, by source."""
+        """Returns the summed cross-entropy of this rank's share of the held-out rows, by source."""
         self.policy.model.eval()
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
-            for group in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
-                sums[group[0].source] += self.loss(group).item()
+            for micro_batch in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
+                sums[micro_batch[0].source] += self.loss(micro_batch).item()
         return sums
 
     def explain_overflow(self) -> str:
-        """Which layer overflowed first in the last micro-batch."""
+        """Says which layer overflowed first in the last micro-batch."""
         return hooks.explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
 
 
-def tokens_of(rows: list[Row]) -> dict[str, int]:
-    """Trained tokens of each source's rows."""
-    return {name: sum(r.loss_tokens for r in rows if r.source == name) for name in {r.source for r in rows}}
+def count_parameters(policy: Policy) -> int:
+    """Returns the number of the parameters that are trained."""
+    return sum(parameter.numel() for group in policy.optimizer.param_groups for parameter in group["params"])
+
+
+def count_tokens(rows: list[Row]) -> int:
+    """Returns the number of all tokens of rows."""
+    return sum(len(row.tokens) for row in rows)
+
+
+def count_loss_tokens(rows: list[Row]) -> dict[str, int]:
+    """Returns the number of trained tokens of each source's rows."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.source] = counts.get(row.source, 0) + row.loss_tokens
+    return counts
 
 
 def train(config: SftConfig, ranks: Ranks) -> None:
     """Runs SFT in its run folder, from the first step or from a checkpoint."""
-    data = read_data(config)
+    protocols, rows, validation = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
-        if hashes := hashes_of_questions(data[1]):
+        hashes = hashes_of_questions(rows)
+        if hashes:
             run.notes[QUESTIONS] = {"hashes": hashes}
-        trainer = build_trainer(config, *data, ranks)
+        trainer = build_trainer(
+            config,
+            protocols=protocols,
+            rows=rows,
+            validation=validation,
+            ranks=ranks,
+        )
         if loop.train(run, trainer, spans=trainer.spans):
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
 def hashes_of_questions(rows: Rows) -> list[str]:
-    """The hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on them."""
+    """Returns the hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on
+    them."""
     examples = chain.from_iterable(rows.values())
     return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 
@@ -190,10 +251,28 @@ def build_trainer(
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
         raise R3LiteError("--no-lora needs rows of one source per step", "Pass --batch-size 1, or remove --no-lora.")
-    trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
-    known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
-    plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
-    usual = command.usual("sft", config).lora
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, ranks=ranks)
-    policy = load_policy(folder, config.model, config.memory, plan, training)
-    return SFTTrainer(config, policy, tokenizer.size, trained, held_out)
+    encoded = encode_rows_of(rows, layouts)
+    held_out = encode_fitting(validation, layouts)
+    steps, _ = config.length(len(encoded))
+    workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
+    training = Training(
+        fresh=config.lora,
+        usual=command.usual("sft", config).lora,
+        optimizer=config.optimizer,
+        seed=config.common.seed,
+        ranks=ranks,
+    )
+    policy = load_policy(
+        folder,
+        settings=config.model,
+        memory=config.memory,
+        plan=make_plan(workload, config.memory),
+        training=training,
+    )
+    return SFTTrainer(
+        config,
+        policy=policy,
+        vocabulary=tokenizer.size,
+        rows=encoded,
+        held_out=held_out,
+    )

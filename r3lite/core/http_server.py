@@ -26,8 +26,8 @@ class UnknownPath(Exception):
     """A request to a path that a service does not have."""
 
 
-class Service(Protocol):
-    """What a server answers; its threads ask at the same time."""
+class HttpService(Protocol):
+    """The answers of a server, whose threads call it at the same time."""
 
     largest: int  # bytes of a request
     token: str | None  # which every request but GET /health then carries as `Authorization: Bearer ...`
@@ -35,8 +35,11 @@ class Service(Protocol):
     one_at_a_time: threading.Lock  # held by an answer while it computes
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
-        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, UnknownPath, R3LiteError if it
-        cannot be answered, and OSError or RuntimeError if the service fails. Others are errors of ours."""
+        """Returns the reply to a request, None for GET.
+
+        Raises InvalidRecord if it is wrong, UnknownPath, R3LiteError if it cannot be answered, and OSError or
+        RuntimeError if the service fails. Others are errors of ours.
+        """
         ...
 
 
@@ -51,10 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         host = host_of(self.headers.get("host") or "localhost")
-        is_ours = "origin" not in self.headers and (is_loopback(host) or not self.server.on_loopback)
-        if not is_ours:
+        is_allowed = "origin" not in self.headers and (is_loopback(host) or not self.server.on_loopback)
+        if not is_allowed:
             self._say(403, {"error": "requests from web pages are not allowed"})
-        return is_ours
+        return is_allowed
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -63,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(None)
 
     def do_POST(self) -> None:
-        length, largest = self.headers.get("content-length", ""), self.server.service.largest
+        length = self.headers.get("content-length", "")
+        largest = self.server.service.largest
         if not self._may_ask():
             return
         if not length.isdecimal() or len(length) > 9 or int(length) > largest:
@@ -72,20 +76,22 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self.rfile.read(int(length)))
 
     def _may_ask(self) -> bool:
-        """Whether the request carries the token, if there is one; refuses it otherwise."""
-        if (token := self.server.service.token) is None:
+        """Returns whether the request carries the token, if there is one; refuses it otherwise."""
+        token = self.server.service.token
+        if token is None:
             return True
-        given = self.headers.get("authorization", "").encode("utf-8", "replace")
-        if hmac.compare_digest(given, f"Bearer {token}".encode()):
+        authorization = self.headers.get("authorization", "").encode("utf-8", "replace")
+        if hmac.compare_digest(authorization, f"Bearer {token}".encode()):
             return True
         self._say(401, {"error": "the token is missing or wrong: send Authorization: Bearer TOKEN"})
         return False
 
     def _answer(self, body: bytes | None) -> None:
-        self._say(*self._reply(body))
+        status, reply = self._reply(body)
+        self._say(status, reply)
 
     def _reply(self, body: bytes | None) -> tuple[int, dict]:
-        """Status and body of the reply to a request."""
+        """Returns status and body of the reply to a request."""
         service = self.server.service
         try:
             is_json = body is not None and not self.path.startswith(service.raw)
@@ -105,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: int, body: dict) -> None:
         data = json.dumps(body).encode()
-        self.close_connection = status != 200  # what is left of the request is not read
+        self.close_connection = status != 200  # the remainder of the request is not read
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
@@ -119,10 +125,12 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
 
-    def __init__(self, service: Service, host: str, port: int, listening: socket.socket | None = None):
+    def __init__(self, service: HttpService, host: str, port: int, listening: socket.socket | None = None):
         """`listening`: a socket that listens at the address already, which the server takes over."""
-        self.service, self._answering = service, set()  # requests under way, by their sockets
-        listening = listening or listen(host, port)
+        self.service = service
+        self._answering = set()  # requests under way, by their sockets
+        if listening is None:
+            listening = listen(host, port)
         self.address_family = listening.family
         super().__init__(listening.getsockname(), Handler, bind_and_activate=False)
         self.socket.close()

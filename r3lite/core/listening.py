@@ -17,7 +17,10 @@ BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name is of this machine alone: in 127.0.0.0/8, ::1 (also in brackets) or localhost."""
+    """Returns whether an address or a name is of this machine alone.
+
+    These are 127.0.0.0/8, ::1 (also in brackets) and localhost.
+    """
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
@@ -30,12 +33,12 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """The host of a Host header, without its port."""
+    """Returns the host of a Host header, without its port."""
     return re.sub(r":\d+$", "", header)
 
 
 def token_in(name: str) -> str | None:
-    """The token in an environment variable; R3LiteError if no header of HTTP can carry it."""
+    """Returns the token in an environment variable; R3LiteError if no header of HTTP can carry it."""
     token = os.environ.get(name, "").strip()
     if not (token.isascii() and token.isprintable()):
         cause = f"{name} has characters that no HTTP header can carry"
@@ -44,7 +47,7 @@ def token_in(name: str) -> str | None:
 
 
 def token_of(host: str) -> str | None:
-    """The token of a server at `host`, without which one that others can reach does not start."""
+    """Returns the token of a server at `host`, without which one that others can reach does not start."""
     token = token_in(TOKEN)
     if token is None and not is_loopback(host):
         remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
@@ -55,13 +58,13 @@ def token_of(host: str) -> str | None:
 
 
 def bearer(name: str) -> dict[str, str]:
-    """The headers that send the token in an environment variable; none if it is not set."""
+    """Returns the headers that send the token in an environment variable; none if it is not set."""
     token = token_in(name)
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; R3LiteError if it is taken or not of this machine."""
+    """Returns a socket that listens at an address; R3LiteError if it is taken or not of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remedy = "Pass another --port or --host; --port 0 takes any free port."
     with explained(OSError, f"cannot listen on {host}, port {port}", remedy):
@@ -69,7 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The address of a socket that listens, such as http://[::1]:8000."""
+    """Returns the address of a socket that listens, such as http://[::1]:8000."""
     host, port = listening.getsockname()[:2]
     place = f"[{host}]" if ":" in host else host
     return f"http://{place}:{port}"

@@ -16,15 +16,23 @@ POOLED = ("em", "f1")  # the metrics of `compare_sets`
 ROUNDING = 1e-12  # a smaller difference is none: sums of the same numbers in another order differ by as much
 
 
+# The marks of both models' answers to the same questions, in the same order.
+MarksPair = tuple[Sequence[Marks], Sequence[Marks]]
+
+
 def countable(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
-    """The places of the questions at which no retriever failed in any of the evaluations of the same questions.
+    """Returns the places of the questions at which no retriever failed in any of the evaluations of the same questions.
 
     Raises R3LiteError if there is no such question.
     """
     counts = [len(marks) for marks in evaluations]
     count = counts[0]
     assert count > 0 and set(counts) == {count}, f"marks of the same questions are needed, not {counts}"
-    places = [place for place in range(count) if not any(marks[place].failure for marks in evaluations)]
+    places = []
+    for place in range(count):
+        failed = any(marks[place].failure for marks in evaluations)
+        if not failed:
+            places.append(place)
     if not places:
         cause = f"at each of the {count} questions the retriever failed in one of the evaluations"
         raise R3LiteError(cause, "Evaluate again when the retriever works.")
@@ -32,8 +40,8 @@ def countable(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
 
 
 def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
-    """For each metric that both have, over the same questions in the same order: its value `a` and `b`, `difference`
-    b - a, the ends of its 95 % interval `low` and `high`, and `p`.
+    """Returns for each metric that both have, over the same questions in the same order: its value `a` and `b`,
+    `difference` b - a, the ends of its 95 % interval `low` and `high`, and `p`.
 
     Each resample draws questions and takes both models' answers to them (Koehn 2004, W04-3250). A question for which a
     metric is unknown in one of the two, or at which a retriever failed, counts in neither. `p` is two-sided: the
@@ -41,31 +49,52 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
     Tibshirani, An Introduction to the Bootstrap, 1993, section 15.4). With one resample added to each side it is
     never 0.
     """
-    whole = countable([a, b])
-    ours = parts([a[place] for place in whole])
-    theirs = parts([b[place] for place in whole])
-    names = [name for name in ours if name in theirs]
-    table = np.array([[ours[name], theirs[name]] for name in names], dtype=np.float64)  # [metrics, 2, n, 2]
-    table *= (table[..., 1] > 0).all(axis=1)[:, None, :, None]
-    sums = resampled_sums(table.transpose(0, 2, 1, 3).reshape(len(names), len(whole), 4), seed, RESAMPLES)
-    both = ratios(sums.reshape(1 + RESAMPLES, len(names), 2, 2))  # [1 + resamples, metrics, a and b]
-    return {name: difference(both[:, i]) for i, name in enumerate(names) if not np.isnan(both[0, i]).any()}
+    places = countable([a, b])
+    parts_of_a = parts([a[place] for place in places])
+    parts_of_b = parts([b[place] for place in places])
+    names = [name for name in parts_of_a if name in parts_of_b]
+    pairs = [[parts_of_a[name], parts_of_b[name]] for name in names]
+    table = np.array(pairs, dtype=np.float64)  # [metrics, 2, n, 2]: numerators and denominators of a and b
+    known_in_both = (table[..., 1] > 0).all(axis=1)  # [metrics, n]
+    table *= known_in_both[:, None, :, None]
+    by_question = table.transpose(0, 2, 1, 3)  # [metrics, n, 2, 2]
+    columns = by_question.reshape(len(names), len(places), 4)
+    sums = resampled_sums(columns, seed, RESAMPLES)
+    sums = sums.reshape(1 + RESAMPLES, len(names), 2, 2)
+    values = ratios(sums)  # [1 + resamples, metrics, a and b]
+    comparison = {}
+    for i, name in enumerate(names):
+        if not np.isnan(values[0, i]).any():
+            comparison[name] = difference(values[:, i])
+    return comparison
 
 
-def difference(both: np.ndarray) -> dict[str, float]:
-    """What `compare` says of a metric, from its values [1 + resamples, 2] of a and b: those of all questions, then
-    those of each resample, nan if it has no question for which the metric is known."""
-    differences = both[:, 1] - both[:, 0]
+def difference(values: np.ndarray) -> dict[str, float]:
+    """Returns what `compare` says of a metric, from its values [1 + resamples, 2] of a and b.
+
+    The first are those of all questions, then those of each resample follow, nan if it has no question for which the
+    metric is known.
+    """
+    differences = values[:, 1] - values[:, 0]
     spread = interval(differences)
-    known = differences[1:][~np.isnan(differences[1:])]
-    rarer = min((known <= ROUNDING).sum(), (known >= -ROUNDING).sum())  # on that side of 0; 0 is on both
-    p = float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))
-    values = {"a": float(both[0, 0]), "b": float(both[0, 1]), "difference": spread["value"]}
-    return values | {"low": spread["low"], "high": spread["high"], "p": p}
+    resampled = differences[1:]
+    resampled = resampled[~np.isnan(resampled)]
+    at_most_0 = (resampled <= ROUNDING).sum()
+    at_least_0 = (resampled >= -ROUNDING).sum()
+    rarer = min(at_most_0, at_least_0)
+    p = 2 * (1 + rarer) / (1 + len(resampled))
+    return {
+        "a": float(values[0, 0]),
+        "b": float(values[0, 1]),
+        "difference": spread["value"],
+        "low": spread["low"],
+        "high": spread["high"],
+        "p": float(min(1.0, p)),
+    }
 
 
-def compare_sets(sets: Sequence[Sequence[tuple[Sequence[Marks], Sequence[Marks]]]], seed: int = 0) -> dict:
-    """What `compare` says of EM and F1, for several sets of questions and several training seeds.
+def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
+    """Returns what `compare` says of EM and F1, for several sets of questions and several training seeds.
 
     A set is a list of pairs (a, b), one per seed, all over the same questions in the same order. The scores of a
     question are averaged over the seeds first; then a set is the mean over its questions, and the result the mean over
@@ -77,22 +106,28 @@ def compare_sets(sets: Sequence[Sequence[tuple[Sequence[Marks], Sequence[Marks]]
     two models differ in EM, the standard error of the mean of k sets is sqrt(sum of d / n over the sets) / k. What
     another training seed would change is not in it.
     """
-    of_sets = []  # [1 + resamples, metrics, a and b] of each set
+    by_set = []  # the means [1 + resamples, metrics, a and b] of each set
     for number, pairs in enumerate(sets):
         places = countable([marks for pair in pairs for marks in pair])
-        of_seeds = [[_pooled(marks, places) for marks in pair] for pair in pairs]
-        table = np.mean(of_seeds, axis=0).transpose(1, 2, 0)  # [metrics, n, a and b]
+        by_seed = [(_pooled(a, places), _pooled(b, places)) for a, b in pairs]
+        means = np.mean(by_seed, axis=0)  # [a and b, metrics, n]
+        table = means.transpose(1, 2, 0)
         sums = resampled_sums(table, (seed, number), RESAMPLES)
-        of_sets.append(sums / table.shape[1])
-    mean = np.mean(of_sets, axis=0)
-    return {"metrics": _differences(mean), "sets": [_differences(of_set) for of_set in of_sets]}
+        by_set.append(sums / table.shape[1])
+    mean = np.mean(by_set, axis=0)
+    return {
+        "metrics": _differences(mean),
+        "sets": [_differences(values) for values in by_set],
+    }
 
 
 def _pooled(marks: Sequence[Marks], places: Sequence[int]) -> list[list[float]]:
-    """The metrics that `compare_sets` compares, of the questions at n places: [metrics, n]."""
-    return [[marks[place].em for place in places], [marks[place].f1 for place in places]]
+    """Returns the metrics that `compare_sets` compares, of the questions at n places: [metrics, n]."""
+    em = [marks[place].em for place in places]
+    f1 = [marks[place].f1 for place in places]
+    return [em, f1]
 
 
-def _differences(both: np.ndarray) -> dict[str, dict[str, float]]:
-    """By the name of the metric, from values [1 + resamples, metrics, a and b]."""
-    return {name: difference(both[:, i]) for i, name in enumerate(POOLED)}
+def _differences(values: np.ndarray) -> dict[str, dict[str, float]]:
+    """Returns the differences by the name of the metric, from values [1 + resamples, metrics, a and b]."""
+    return {name: difference(values[:, i]) for i, name in enumerate(POOLED)}

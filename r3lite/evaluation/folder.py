@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what its files are called, whether one may be written, how they are compared."""
+"""The folder of an evaluation: the names of its files, whether one may be written, how two are compared."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,16 @@ from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
 
-CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
-UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
+CONFIG = "config.toml"
+PREDICTIONS = "predictions.jsonl"
+SCORES = "scores.json"
+COMPARISON = "comparison.json"
+Predictions = dict[str, tuple[str, Marks]]  # by id: the text of the question, and the marks of its episode
+UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # the files of an evaluation before SCORES, which is written last
 
 
 def check_output(config: Any, output: Path) -> None:
-    """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
+    """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
     if (output / SCORES).exists():
         remedy = f"Pass another folder, such as {output / 'evaluation'}."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy)
@@ -28,10 +32,12 @@ def check_output(config: Any, output: Path) -> None:
 
 
 def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
-    """Compares two evaluations of the same questions, or several pairs of them; writes comparison.json if there is a
-    folder for it."""
+    """Compares two evaluations of the same questions, or several pairs of them, and prints the comparison.
+
+    Writes comparison.json if there is a folder for it.
+    """
     if len(pairs) == 1:
-        ((a, b),) = pairs
+        a, b = pairs[0]
         comparison = compare_pair(a, b, seed)
         print(comparison_table(comparison | {"a": named(a), "b": named(b)}))
     else:
@@ -47,20 +53,22 @@ def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str
 
 
 def compare_pair(a: str, b: str, seed: int) -> dict:
-    """What comparison.json has of two evaluations."""
-    ours, theirs = read_predictions(a), read_predictions(b)
-    check_same_questions(a, b, ours, theirs)
-    ours_of_all, theirs_of_all = paired(ours, theirs)
-    counted = len(countable([ours_of_all, theirs_of_all]))
-    comparison = {"n": counted, "a": a, "b": b, "metrics": compare(ours_of_all, theirs_of_all, seed)}
-    if counted < len(ours):
-        comparison["retrieval_failures"] = len(ours) - counted
+    """Returns the content of comparison.json of two evaluations."""
+    predictions_a = read_predictions(a)
+    predictions_b = read_predictions(b)
+    check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
+    marks_a, marks_b = paired(predictions_a, predictions_b)
+    n = len(countable([marks_a, marks_b]))
+    metrics = compare(marks_a, marks_b, seed)
+    comparison = {"n": n, "a": a, "b": b, "metrics": metrics}
+    if n < len(marks_a):
+        comparison["retrieval_failures"] = len(marks_a) - n
     return comparison
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Evaluations of the same questions: `pairs[i]` are two of them, of which `marks[i]` are the marks.
+    """Holds evaluations of the same questions: `pairs[i]` are two of them, of which `marks[i]` are the marks.
 
     `questions` has their ids and texts, in the order of all marks.
     """
@@ -71,90 +79,132 @@ class QuestionSet:
 
 
 def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
-    """What comparison.json has of several pairs: pairs of the same questions are seeds of one set of questions."""
+    """Returns the content of comparison.json of several pairs.
+
+    Pairs of the same questions are seeds of one set of questions.
+    """
     sets = question_sets(pairs)
-    result = compare_sets([of_set.marks for of_set in sets], seed)
+    result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []
-    for of_set, metrics in zip(sets, result["sets"], strict=True):
-        paths = {"a": [a for a, _ in of_set.pairs], "b": [b for _, b in of_set.pairs]}
-        counted = len(countable([marks for pair in of_set.marks for marks in pair]))
-        entry = {"n": counted} | paths | {"metrics": metrics}
-        if counted < len(of_set.questions):
-            entry["retrieval_failures"] = len(of_set.questions) - counted
+    for question_set, metrics in zip(sets, result["sets"], strict=True):
+        n = len(countable([marks for pair in question_set.marks for marks in pair]))
+        entry = {
+            "n": n,
+            "a": [a for a, _ in question_set.pairs],
+            "b": [b for _, b in question_set.pairs],
+            "metrics": metrics,
+        }
+        if n < len(question_set.questions):
+            entry["retrieval_failures"] = len(question_set.questions) - n
         entries.append(entry)
-    lists = {"a": ",".join(a for a, _ in pairs), "b": ",".join(b for _, b in pairs)}
-    total = sum(entry["n"] for entry in entries)
-    return {"n": total} | lists | {"metrics": result["metrics"], "sets": entries}
+    return {
+        "n": sum(entry["n"] for entry in entries),
+        "a": ",".join(a for a, _ in pairs),
+        "b": ",".join(b for _, b in pairs),
+        "metrics": result["metrics"],
+        "sets": entries,
+    }
 
 
 def question_sets(pairs: Sequence[tuple[str, str]]) -> list[QuestionSet]:
-    """The pairs of evaluations by their questions. Raises R3LiteError if two sets have some questions in common: these
-    would be counted twice."""
+    """Returns the pairs of evaluations by their questions.
+
+    Raises R3LiteError if two sets have some questions in common: these would be counted twice.
+    """
     sets: list[QuestionSet] = []
     for a, b in pairs:
-        ours, theirs = read_predictions(a), read_predictions(b)
-        check_same_questions(a, b, ours, theirs)
-        questions = {(id, text) for id, (text, _) in ours.items()}
-        of_pair = None
-        for of_set in sets:
-            common = questions.intersection(of_set.questions)
-            if len(common) == len(questions) == len(of_set.questions):
-                of_pair = of_set
-            elif common:
-                other = of_set.pairs[0][0]
-                cause = f"{a} and {other} have {len(common)} questions in common, such as {min(common)[0]}, but not all"
-                raise R3LiteError(cause, "Evaluate all seeds of a set on the same --data with the same --limit.")
-        if of_pair is None:
-            of_pair = QuestionSet(tuple((id, text) for id, (text, _) in ours.items()), [], [])
-            sets.append(of_pair)
-        of_pair.pairs.append((a, b))
-        marks_of_a = [ours[id][1] for id, _ in of_pair.questions]
-        marks_of_b = [theirs[id][1] for id, _ in of_pair.questions]
-        of_pair.marks.append((marks_of_a, marks_of_b))
+        predictions_a = read_predictions(a)
+        predictions_b = read_predictions(b)
+        check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
+        questions = tuple((id, text) for id, (text, _) in predictions_a.items())
+        question_set = _set_of(a, questions, sets)
+        if question_set is None:
+            question_set = QuestionSet(questions, pairs=[], marks=[])
+            sets.append(question_set)
+        question_set.pairs.append((a, b))
+        marks_a = [predictions_a[id][1] for id, _ in question_set.questions]
+        marks_b = [predictions_b[id][1] for id, _ in question_set.questions]
+        question_set.marks.append((marks_a, marks_b))
     return sets
 
 
+def _set_of(
+    path: str,
+    questions: tuple[tuple[str, str], ...],
+    sets: list[QuestionSet],
+) -> QuestionSet | None:
+    """Returns the set of the same questions, in any order; None if no set has any of them.
+
+    Raises R3LiteError if a set has some, but not all.
+    """
+    match = None
+    for question_set in sets:
+        common = set(questions).intersection(question_set.questions)
+        if len(common) == len(questions) == len(question_set.questions):
+            match = question_set
+        elif common:
+            other_path, _ = question_set.pairs[0]
+            first_id, _ = min(common)
+            cause = f"{path} and {other_path} have {len(common)} questions in common, such as {first_id}, but not all"
+            raise R3LiteError(cause, "Evaluate all seeds of a set on the same --data with the same --limit.")
+    return match
+
+
 def named(path: str) -> str:
-    """The path of an evaluation, with its baseline if it is a folder whose settings name one."""
-    kept = Path(path) / CONFIG
-    return with_baseline(path, load_toml(kept).get("evaluate", {}) if kept.exists() else {})
+    """Returns the path of an evaluation, with its baseline if it is a folder whose settings name one."""
+    config = Path(path) / CONFIG
+    settings = load_toml(config).get("evaluate", {}) if config.exists() else {}
+    return with_baseline(path, settings)
 
 
-def predictions_of(lines: Iterable[Record]) -> dict[str, tuple[str, Marks]]:
-    """Question and marks of each line of predictions.jsonl, by id.
+def predictions_of(lines: Iterable[Record]) -> Predictions:
+    """Returns question and marks of each line of predictions.jsonl, by id.
 
     Every command reads predictions with it, so that all count the same questions.
     """
-    found = {}
+    predictions = {}
     for line in lines:
         id = line.identifier("id")
-        if id in found:
+        if id in predictions:
             raise line.error(f"duplicate id {id!r}")
-        found[id] = line.text("question"), Marks.from_json(line)
-    return found
+        question = line.text("question")
+        predictions[id] = question, Marks.from_json(line)
+    return predictions
 
 
-def read_predictions(path: str | Path) -> dict[str, tuple[str, Marks]]:
-    """The same of a file, or of that of an evaluation's folder; at least one."""
+def read_predictions(path: str | Path) -> Predictions:
+    """Returns question and marks of each prediction of a file, or of the file in an evaluation's folder, by id.
+
+    Raises R3LiteError if there is none.
+    """
     file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
     remedy = "Pass an evaluation's folder, or its predictions.jsonl."
-    found = predictions_of(read_jsonl(file, remedy))
-    if not found:
+    predictions = predictions_of(read_jsonl(file, remedy))
+    if not predictions:
         raise R3LiteError(f"{file} has no predictions", remedy)
-    return found
+    return predictions
 
 
-def paired(ours: dict[str, tuple[str, Marks]], theirs: dict[str, tuple[str, Marks]]) -> tuple[list[Marks], list[Marks]]:
-    """Both marks of each question, in the order of the first."""
-    return [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
+def paired(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
+    """Returns both marks of each question, in the order of the first."""
+    marks_a = [marks for _, marks in ours.values()]
+    marks_b = [theirs[id][1] for id in ours]
+    return marks_a, marks_b
 
 
-def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:
+def check_same_questions(a: str, b: str, ours: Predictions, theirs: Predictions) -> None:
     """Raises R3LiteError unless two evaluations are of the same questions."""
     remedy = "Evaluate both on the same --data with the same --limit."
-    only = [sorted(x.keys() - y.keys()) for x, y in ((ours, theirs), (theirs, ours))]
-    if any(only):
-        differences = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
-        raise R3LiteError(f"the evaluations have different questions: {differences}", remedy)
-    if other := [id for id in ours if ours[id][0] != theirs[id][0]]:
-        raise R3LiteError(f"{len(other)} ids, such as {other[0]}, belong to different questions in {a} and {b}", remedy)
+    only_in_a = ours.keys() - theirs.keys()
+    only_in_b = theirs.keys() - ours.keys()
+    differences = []
+    if only_in_a:
+        differences.append(f"{len(only_in_a)} only in {a}, such as {min(only_in_a)}")
+    if only_in_b:
+        differences.append(f"{len(only_in_b)} only in {b}, such as {min(only_in_b)}")
+    if differences:
+        raise R3LiteError(f"the evaluations have different questions: {' and '.join(differences)}", remedy)
+    changed = [id for id in ours if ours[id][0] != theirs[id][0]]
+    if changed:
+        cause = f"{len(changed)} ids, such as {changed[0]}, belong to different questions in {a} and {b}"
+        raise R3LiteError(cause, remedy)

@@ -5,38 +5,50 @@ from collections.abc import Sequence
 import numpy as np
 
 CONFIDENCE = 95.0  # percent
-ENDS = ((100 - CONFIDENCE) / 2, (100 + CONFIDENCE) / 2)
+LOW_END = (100 - CONFIDENCE) / 2
+HIGH_END = (100 + CONFIDENCE) / 2
 LARGEST_BLOCK = 4_000_000  # numbers drawn at once
 
 
 def resampled_sums(table: np.ndarray, seed: int | Sequence[int], resamples: int) -> np.ndarray:
-    """Sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then over n that are drawn.
+    """Returns sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then over n that are
+    drawn.
 
     They are drawn with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6); all
     metrics see the same draws.
     """
     metrics, n, k = table.shape
     generator = np.random.default_rng(seed)
-    flat = table.transpose(1, 0, 2).reshape(n, -1)  # [n, metrics * k]
-    at_once = max(1, min(resamples, LARGEST_BLOCK // n))
-    blocks = [flat.sum(0, keepdims=True)]
-    for start in range(0, resamples, at_once):
-        count = min(at_once, resamples - start)
-        drawn = generator.integers(n, size=(count, n)) + np.arange(count)[:, None] * n
-        times = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)  # how often each question was drawn
-        blocks.append(times @ flat)
-    return np.concatenate(blocks).reshape(1 + resamples, metrics, k)
+    by_question = table.transpose(1, 0, 2).reshape(n, -1)  # [n, metrics * k]
+    block = max(1, min(resamples, LARGEST_BLOCK // n))
+    sums = [by_question.sum(0, keepdims=True)]
+    for start in range(0, resamples, block):
+        count = min(block, resamples - start)
+        draws = generator.integers(n, size=(count, n))
+        # Each resample counts in a range of its own, so that one bincount serves the whole block.
+        offsets = np.arange(count)[:, None] * n
+        frequencies = np.bincount((draws + offsets).ravel(), minlength=count * n)
+        sums.append(frequencies.reshape(count, n) @ by_question)
+    return np.concatenate(sums).reshape(1 + resamples, metrics, k)
 
 
 def ratios(sums: np.ndarray) -> np.ndarray:
-    """Numerators over denominators, from sums [..., 2]; nan if nothing is known."""
+    """Returns numerators over denominators [...], from sums [..., 2]; nan if nothing is known."""
+    numerators = sums[..., 0]
+    denominators = sums[..., 1]
     with np.errstate(invalid="ignore"):
-        return sums[..., 0] / sums[..., 1]
+        return numerators / denominators
 
 
 def interval(values: np.ndarray) -> dict[str, float | None]:
-    """The first of `values`, that of all questions, and the percentile interval of the others; None if it is nan."""
-    if np.isnan(values[0]):
+    """Returns the first of `values` [1 + resamples], that of all questions, and the percentile interval of the
+    resamples; None if the first is nan."""
+    value = values[0]
+    if np.isnan(value):
         return {"value": None, "low": None, "high": None}
-    low, high = np.nanpercentile(values[1:], ENDS)
-    return {"value": float(values[0]), "low": float(low), "high": float(high)}
+    low, high = np.nanpercentile(values[1:], (LOW_END, HIGH_END))
+    return {
+        "value": float(value),
+        "low": float(low),
+        "high": float(high),
+    }

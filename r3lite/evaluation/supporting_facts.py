@@ -9,21 +9,29 @@ from collections.abc import Hashable, Set
 from r3lite.core.answer_match import Overlap
 from r3lite.core.episode import Episode
 
-
-def facts_match(predicted: Set[Hashable], gold: Set[Hashable]) -> tuple[float, Overlap]:
-    """EM (1 if the sets are equal), and precision and recall; all three for one question."""
-    found = len(predicted & gold)
-    overlap = Overlap(found / len(predicted) if predicted else 0.0, found / len(gold) if gold else 0.0)
-    return float(predicted == gold), overlap
+Match = tuple[float, Overlap]  # EM, and precision and recall
 
 
-def joint(answer: tuple[float, Overlap], facts: tuple[float, Overlap]) -> tuple[float, Overlap]:
-    """EM, precision and recall of an answer and its facts together: the products of both, for one question."""
-    (answer_em, a), (facts_em, f) = answer, facts
-    return answer_em * facts_em, Overlap(a.precision * f.precision, a.recall * f.recall)
+def facts_match(predicted: Set[Hashable], gold: Set[Hashable]) -> Match:
+    """Returns EM (1 if the sets are equal), and precision and recall; all three for one question."""
+    shared = len(predicted & gold)
+    precision = shared / len(predicted) if predicted else 0.0
+    recall = shared / len(gold) if gold else 0.0
+    return float(predicted == gold), Overlap(precision, recall)
+
+
+def joint(answer: Match, facts: Match) -> Match:
+    """Returns EM, precision and recall of an answer and its facts together: the products of both, for one question."""
+    answer_em, answer_overlap = answer
+    facts_em, facts_overlap = facts
+    precision = answer_overlap.precision * facts_overlap.precision
+    recall = answer_overlap.recall * facts_overlap.recall
+    return answer_em * facts_em, Overlap(precision, recall)
 
 
 def retrieved_facts(episode: Episode) -> tuple[Set[Hashable], Set[Hashable]]:
-    """The paragraphs that an episode retrieved, each once, and the gold ones."""
+    """Returns the paragraphs that an episode retrieved, each once, and the gold ones."""
     question = episode.question
-    return set(map(question.paragraph, episode.documents)), set(range(len(question.gold)))
+    retrieved = set(map(question.paragraph, episode.documents))
+    gold = set(range(len(question.gold)))
+    return retrieved, gold

@@ -12,8 +12,12 @@ from r3lite.core.answer_match import split_words
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
-CUT_OFF, ANSWER_WAS_FORCED, NO_ROOM = "cut_off", "answer_was_forced", "no_room"
-BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
+CUT_OFF = "cut_off"
+ANSWER_WAS_FORCED = "answer_was_forced"
+NO_ROOM = "no_room"
+# Faults of every protocol that searches.
+BLANK_QUERY = "blank_query"
+REPEATED_QUERY = "repeated_query"
 IDLE = frozenset({BLANK_QUERY, REPEATED_QUERY})  # faults of queries that retrieve nothing new
 NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds in any protocol; worded to follow `step k`.
@@ -34,27 +38,29 @@ STEP_FAULTS = {
 
 
 def one_line(text: str) -> str:
-    """A question, title or passage on one line: a line of its own could look like a part of the prompt."""
+    """Returns a question, title or passage on one line: a line of its own could look like a part of the prompt."""
     return " ".join(text.split())
 
 
 def same_query(a: str, b: str) -> bool:
-    """Whether two queries are the same words, whatever their case, punctuation, spaces and invisible characters."""
+    """Returns whether two queries are the same words, whatever their case, punctuation, spaces and invisible
+    characters."""
     return _words(a) == _words(b)
 
 
 def _words(text: str) -> list[str]:
-    visible = (c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+    characters = unicodedata.normalize("NFKC", text)
+    visible = (character for character in characters if unicodedata.category(character) != "Cf")
     return split_words("".join(visible))
 
 
 def asked_before(query: str, earlier: Sequence[Step]) -> bool:
-    """Whether one of the `earlier` steps asked the same."""
-    return any(same_query(query, other) for step in earlier for other in step.queries)
+    """Returns whether one of the `earlier` steps asked the same."""
+    return any(same_query(query, earlier_query) for step in earlier for earlier_query in step.queries)
 
 
 def new_queries(steps: Sequence[Step]) -> list[int]:
-    """Of each step of an episode, how many of its queries ask something that no query before them has asked.
+    """Returns for each step of an episode how many of its queries ask something that no query before them has asked.
 
     Blank queries are none. A step may have several; if it is marked as repeating a query, at least one is not new.
     """
@@ -65,15 +71,18 @@ def new_queries(steps: Sequence[Step]) -> list[int]:
         new: list[str] = []
         for query in queries:
             is_old = repeats and asked_before(query, steps[:number])
-            if not is_old and not any(same_query(query, other) for other in new):
+            if not is_old and not any(same_query(query, new_query) for new_query in new):
                 new.append(query)
-        counts.append(min(len(new), len(queries) - 1) if repeats and new else len(new))
+        count = len(new)
+        if repeats and new:
+            count = min(count, len(queries) - 1)
+        counts.append(count)
     return counts
 
 
-def named(**faults: object) -> list[str]:
-    """The names of the faults whose value is true, in order."""
-    return [name for name, found in faults.items() if found]
+def faults_if(**faults: object) -> list[str]:
+    """Returns the names of the faults whose value is true, in order."""
+    return [name for name, is_present in faults.items() if is_present]
 
 
 class Protocol(ABC):
@@ -91,20 +100,20 @@ class Protocol(ABC):
     stop_strings: tuple[str, ...]  # each ends a turn, and stays part of its text
     user_turns: bool
     system: str | None  # the system message; None: the default of the model's chat markup
-    searches: bool = True  # whether a step can search; if not, an episode is one turn
-    thinks: bool = False  # whether a turn begins with <think>; if not, a thinking model's thoughts are not parsed
-    plans: bool = False  # whether the first step is a plan of all searches
-    names_sources: bool = False  # whether searches name a kind of source
+    searches: bool = True  # a step can search; if False, an episode is one turn
+    thinks: bool = False  # a turn begins with <think>; if False, a thinking model's thoughts are not parsed
+    plans: bool = False  # the first step is a plan of all searches
+    names_sources: bool = False  # searches name a kind of source
     most_queries: int = 1  # of a step
-    verifies: bool = False  # whether an answer has to be verified before it is given
+    verifies: bool = False  # an answer has to be verified against the documents
     answer_request: str = NO_MORE  # the observation before a turn for a forced answer
-    answer_heading: str  # given at the beginning of such a turn
+    answer_heading: str  # opens such a turn
 
     def __post_init__(self) -> None:
         messages(self.init_prompt)  # raises if they are no chat
 
     def opening(self, question: str) -> str:
-        """The user turn with the question, which must be `quoted`."""
+        """Returns the user turn with the question, which must be `quoted`."""
         return self._messages[-1]["content"].replace("{question}", question)
 
     @property
@@ -116,62 +125,75 @@ class Protocol(ABC):
     def _messages(self) -> list[dict[str, str]]:
         return messages(self.init_prompt)
 
-    # A question, title or passage without text that could be taken for a part of the protocol.
+    # Returns a question, title or passage without text that could be taken for a part of the protocol.
     quoted = staticmethod(one_line)
 
     @abstractmethod
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """The step in a turn's text (with its forced prefix) after the `earlier` steps, with the names of its faults.
+        """Returns the step in a turn's text (with its forced prefix) after the `earlier` steps, with the names of its
+        faults.
 
         A step without searches and answer is malformed: the episode ends with it.
         """
 
     def is_whole(self, text: str) -> bool:
-        """Whether the text of a turn without an end token is complete."""
+        """Returns whether the text of a turn without an end token is complete."""
         return any(stop in text for stop in self.stop_strings)
 
     @abstractmethod
     def render(self, step: Step, number: int) -> str:
-        """The text of step `number` as the model should write it, without its documents."""
+        """Returns the text of step `number` as the model should write it, without its documents."""
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """The text with the documents of the last of an episode's `steps`; `question` must be `quoted`. Needed if the
-        protocol `searches`.
+        """Returns the text with the documents of the last of an episode's `steps`; `question` must be `quoted`.
+
+        A protocol that `searches` needs it.
 
         Documents are `quoted` here: nothing in one may look like its end or like another document.
         """
         raise AssertionError("a protocol that searches needs an observation")
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        """The step of a forced answer, without an analysis; `text` follows `answer_heading`."""
+        """Returns the step of a forced answer, without an analysis; `text` follows `answer_heading`."""
         raise AssertionError("a protocol with an answer heading reads what follows it")
 
     def answer_opening(self, number: int) -> str:
-        """The text given at the beginning of a turn for the forced answer of step `number`."""
+        """Returns the text at the beginning of a turn for the forced answer of step `number`."""
         return self.answer_heading
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        """The text that is appended to a turn that reached its token limit, so that the model writes an answer; None
-        if it has begun to answer, or cannot answer there."""
-        return None if self.answer_heading in text else f"\n{self.answer_heading}"
+        """Returns the text that is appended to a turn that reached its token limit, so that the model writes an answer;
+        None if it has begun to answer, or cannot answer there."""
+        if self.answer_heading in text:
+            return None
+        return f"\n{self.answer_heading}"
 
     def step_request(self, number: int) -> str:
-        """The request for the text of step `number` to a model that was not trained on the protocol (a teacher)."""
+        """Returns the request for the text of step `number` to a model that was not trained on the protocol (a
+        teacher)."""
         raise AssertionError("a format of --format asks for its steps")
 
     def first_search(self, question: str) -> Step:
-        """A first step whose query is the question itself, which must be `quoted`."""
+        """Returns a first step whose query is the question itself, which must be `quoted`."""
         return Step.asking(f"I need to find out: {question}", question)
 
     def example(self) -> list[Step]:
-        """Example steps whose parts describe what belongs in them."""
-        ask = Step.asking("what is known so far and what has to be found next", "one short question")
-        checked = "which documents show each fact that the answer rests on" * self.verifies
-        last = Step("why the question can be answered now", answer="the answer in a few words", verification=checked)
-        return [ask, last] if self.searches else [last]
+        """Returns example steps whose parts describe what belongs in them."""
+        verification = ""
+        if self.verifies:
+            verification = "which documents show each fact that the answer rests on"
+        answer = Step(
+            "why the question can be answered now",
+            answer="the answer in a few words",
+            verification=verification,
+        )
+        if not self.searches:
+            return [answer]
+        search = Step.asking("what is known so far and what has to be found next", "one short question")
+        return [search, answer]
 
     def first_turn(self, reply: str) -> str:
-        """The reply up to the first stop string, at which a remote model may not have stopped."""
+        """Returns the reply up to the first stop string, at which a remote model may not have stopped."""
         for stop in self.stop_strings:
             reply = reply.partition(stop)[0]
         return reply

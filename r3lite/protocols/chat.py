@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3lite.core.episode import Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, named
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, faults_if
 
 FAULTS = {"blank_answer": "has an empty answer", **LAYOUT_FAULTS}
 THOUGHT_FAULTS = {
@@ -29,14 +29,18 @@ class Chat(Protocol):
     stop_strings = ()
     user_turns = True
     searches = False
-    answer_request = answer_heading = ""  # nothing is asked for or finished
+    # No answer is requested, and none is finished.
+    answer_request = ""
+    answer_heading = ""
 
     def quoted(self, text: str) -> str:
         return text  # nothing in it could be taken for markup, and its lines are its own
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        answer = text.strip() or None
-        return Step(answer=answer, faults=() if answer else ("blank_answer",))
+        answer = text.strip()
+        if not answer:
+            return Step(answer=None, faults=("blank_answer",))
+        return Step(answer=answer)
 
     def render(self, step: Step, number: int) -> str:
         return step.answer or ""
@@ -53,12 +57,15 @@ class ThinkingChat(Chat):
     thinks = True
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        thought, closed, answer = (part.strip() for part in text.rpartition("</think>"))
-        if not closed:
-            thought, answer = answer, ""
-        begun, thought = thought.startswith("<think>"), thought.removeprefix("<think>").strip()
-        faults = named(
-            no_thought=not (begun and thought and closed),
+        thought = text.strip()
+        answer = ""
+        is_closed = "</think>" in text
+        if is_closed:
+            thought, _, answer = (part.strip() for part in text.rpartition("</think>"))
+        is_opened = thought.startswith("<think>")
+        thought = thought.removeprefix("<think>").strip()
+        faults = faults_if(
+            no_thought=not (is_opened and thought and is_closed),
             repeated_thought="think>" in f"{thought}\n{answer}",
             blank_answer=not answer,
         )

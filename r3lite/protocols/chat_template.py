@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError  # jinja2 comes with torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -16,18 +16,21 @@ from r3lite.core.errors import R3LiteError, explained
 
 REMEDY = "Use a model with a supported chat template, such as an instruct model."
 ROLES = ("system", "user", "assistant")
-THINK, THOUGHT_END = "<think>", "</think>"
+THINK = "<think>"
+THOUGHT_END = "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 CLOCK = "strftime_now"  # of transformers and llama.cpp: today's date in the format of its argument
 DAY = date(2024, 7, 26)  # the date of all prompts here: that of Llama 3.2's template if it has no clock
-# What rendering may raise: a template comes from a download.
+# A template comes from a download: rendering it may raise any of these.
 FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+PLACE = "\ue000"  # stands for a content in a rendered chat; texts have no characters of the private area
+NUMBERED_PLACE = re.compile("\ue000[0-9]+\ue001")
 
 
 class ChatTemplate:
-    """What a chat template writes before, between and after the contents of messages.
+    """Renders chats, and tells what a chat template writes before, between and after the contents of messages.
 
     `thinking` is the template's `enable_thinking`; None: not set, as other programs leave it. `source` is the template
     with the date of DAY in place of today's, and `has_clock` says that the folder's template asks for today's.
@@ -45,66 +48,79 @@ class ChatTemplate:
 
         With a `clock` the template is rendered as it is: as other programs do, which have today's.
         """
-        self.source = source if clock else without_clock(source)
+        self.source = source
+        if not clock:
+            self.source = without_clock(source)
         self.where = where
         self.has_clock = CLOCK in source
         self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         if clock:
             environment.globals[CLOCK] = clock
-        switch = {} if thinking is None else {"enable_thinking": thinking}
-        self.variables = {"documents": None, **switch, **(tokens or {})}
+        self.variables: dict = {"documents": None}
+        if thinking is not None:
+            self.variables["enable_thinking"] = thinking
+        self.variables |= tokens or {}
         with explained((TemplateError, RecursionError), f"{where}: the chat template cannot be read", REMEDY):
             self._template = environment.from_string(GENERATION.sub(_condition, self.source))
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
-        """The text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
+        """Returns the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         variables = self.variables | {"tools": list(tools) or None}
         roles = ", ".join(message["role"] for message in messages)
         with explained(FAILURES, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY):
             return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
-        """The texts around the contents of messages of these roles: one more than there are roles.
+        """Returns the texts around the contents of messages of these roles: one more than there are roles.
 
         Raises R3LiteError if the template does not write each content once, and in order.
         """
         if (roles, prompt) not in self._gaps:
             contents = [f"\ue000{number}\ue001" for number in range(len(roles))]
-            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            messages = [_message(role, content) for role, content in zip(roles, contents, strict=True)]
             text = self.render(messages, prompt)
-            gaps = re.split("\ue000[0-9]+\ue001", text)
-            if re.findall("\ue000[0-9]+\ue001", text) != contents:
+            gaps = NUMBERED_PLACE.split(text)
+            if NUMBERED_PLACE.findall(text) != contents:
                 cause = f"{self.where}: the chat template writes {'...'.join(gaps)!r} for {', '.join(roles)}"
                 raise R3LiteError(f"{cause}; it must write each message once and in order", REMEDY)
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 
     def earlier(self, reply: str) -> str:
-        """What the template writes of an assistant's reply that a user message follows: perhaps without its thought."""
+        """Returns the text that the template writes of an assistant's reply that a user message follows: perhaps
+        without its thought."""
         if THOUGHT_END not in reply:
             return reply
-        user = "\ue000"
-        before, to_reply, to_user, after = self.gaps(("user", "assistant", "user"))
-        roles = {"user": user, "assistant": reply}
-        messages = [{"role": role, "content": roles[role]} for role in ("user", "assistant", "user")]
-        return self.render(messages).removeprefix(before + user + to_reply).removesuffix(to_user + user + after)
+        start, to_reply, to_user, end = self.gaps(("user", "assistant", "user"))
+        messages = [_message("user", PLACE), _message("assistant", reply), _message("user", PLACE)]
+        text = self.render(messages)
+        return text.removeprefix(start + PLACE + to_reply).removesuffix(to_user + PLACE + end)
 
     def trims(self, role: str) -> bool:
-        """Whether the template removes spaces around the contents of a role's messages."""
-        messages = [{"role": each, "content": "\t\ue000\t"} for each in ("user", "assistant", "user")]
+        """Returns whether the template removes spaces around the contents of a role's messages."""
+        content = f"\t{PLACE}\t"
+        number = 0
         if role == "system":
-            messages = [{"role": role, "content": "\t\ue000\t"}, messages[0]]
-        written = re.findall("\t?\ue000\t?", self.render(messages))
-        return written[1 if role == "assistant" else 0] != "\t\ue000\t"
+            messages = [_message(role, content), _message("user", content)]
+        else:
+            messages = [_message(each, content) for each in ("user", "assistant", "user")]
+            if role == "assistant":
+                number = 1
+        contents = re.findall(f"\t?{PLACE}\t?", self.render(messages))
+        return contents[number] != content
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def without_clock(source: str) -> str:
-    """A template that writes the date of DAY, whatever program renders it, and the same prompt every day.
+    """Returns a template that writes the date of DAY, whatever program renders it, and the same prompt every day.
 
     It has no clock where it asks whether there is one, and then writes a date of its own, as Llama 3.2's does.
     """
@@ -118,7 +134,15 @@ def without_clock(source: str) -> str:
 
 
 def _condition(tag: re.Match) -> str:
-    return f"{tag[1]}endif{tag[3]}" if tag[2] else f"{tag[1]}if true{tag[3]}"
+    """Returns the tag of a condition that always holds in place of a `generation` tag."""
+    opening, is_end, closing = tag.groups()
+    if is_end:
+        return f"{opening}endif{closing}"
+    return f"{opening}if true{closing}"
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise(message: str) -> NoReturn:

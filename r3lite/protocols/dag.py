@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.episode import Search, Step
 from r3lite.protocols import plan
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, named, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, faults_if, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_each
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template
@@ -54,53 +54,80 @@ class Dag(Protocol):
     faults = FAULTS
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
-    plans = names_sources = True
+    plans = True
+    names_sources = True
     answer_heading = ANSWER
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "Dag":
-        """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
+        """Returns the protocol with the prompt files that the settings name.
+
+        A relative path is looked up in the current folder, then in the package.
+        """
         limits = Limits(settings.most_nodes, settings.most_node_words)
         values = limits.placeholders()
-        init = read_template(prompt_file(settings, "init_prompt"), "question", (*values, "A"))
-        step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
-        return Dag(opening_prompt(filled(init, values), settings), step, limits, settings.system_prompt)
+        init = read_template(prompt_file(settings, "init_prompt"), placeholder="question", optional=(*values, "A"))
+        step = read_template(prompt_file(settings, "step_prompt"), placeholder="documents", optional=("request",))
+        return Dag(
+            init_prompt=opening_prompt(filled(init, values), settings),
+            step_prompt=step,
+            limits=limits,
+            system=settings.system_prompt,
+        )
 
     def render(self, step: Step, number: int) -> str:
-        return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
+        lines = []
+        if step.analysis:
+            lines.append(step.analysis)
+        if step.answer:
+            lines.append(f"{ANSWER} {step.answer}")
+        return "\n".join(lines)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """The documents of each node of a level, then the queries whose answers are to be written next."""
-        levels, searches = self._plan(steps).levels, steps[-1].searches
+        """Returns the documents of each node of a level, then the queries whose answers are to be written next."""
+        levels = self._plan(steps).levels
+        searches = steps[-1].searches
         nodes = levels[len(steps) - 1]
         documents = render_each([f"{DOCUMENTS} {node.name}:" for node in nodes], searches)
-        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, searches, strict=True)}
+        queries = {}  # by the beginnings of the lines that are to be written
+        for node, search in zip(nodes, searches, strict=True):
+            queries[f"{node.name}:"] = one_line(search.query)
         if len(levels) == len(steps):
-            asked[ANSWER] = question
-        lines = f"the line{'s' * (len(asked) > 1)} {' and '.join(asked)}"
-        request = "\n".join([*map(" ".join, asked.items()), "", f"Write {lines} with answers of a few words."])
-        return filled(self.step_prompt, {"documents": documents, "request": request})
+            queries[ANSWER] = question
+        noun = "line"
+        if len(queries) > 1:
+            noun = "lines"
+        request = [f"{beginning} {query}" for beginning, query in queries.items()]
+        request.append("")
+        request.append(f"Write the {noun} {' and '.join(queries)} with answers of a few words.")
+        return filled(self.step_prompt, {"documents": documents, "request": "\n".join(request)})
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return _with_final(Step(), [text])
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        return super().finishing(text, earlier) if earlier else None
+        if not earlier:
+            return None
+        return super().finishing(text, earlier)
 
     def step_request(self, number: int) -> str:
-        return "Write the plan now, and nothing else." if number == 1 else "Write that now, and nothing else."
+        if number == 1:
+            return "Write the plan now, and nothing else."
+        return "Write that now, and nothing else."
 
     def first_search(self, question: str) -> Step:
-        """A plan of one node. Braces would be references, and a query of braces alone would be none."""
-        only = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
-        return Step(Plan((only,)).text(), (Search(question, source=only.source),))
+        """Returns a plan of one node. Braces would be references, and a query of braces alone would be none."""
+        node = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
+        return Step(Plan((node,)).text(), (Search(question, source=node.source),))
 
     def example(self) -> list[Step]:
-        first, second = Node("A", "one short question"), Node("B", "another one, which uses the answer {A}")
-        said = "the answer of A in a few words"
+        node_a = Node("A", "one short question")
+        node_b = Node("B", "another one, which uses the answer {A}")
+        answer_a = "the answer of A in a few words"
+        both = Plan((node_a, node_b), edges=(("A", "B"),))
         return [
-            Step(Plan((first, second), (("A", "B"),)).text(), plan.searches([first])),
-            Step(f"A: {said}", plan.searches([second], {"A": said})),
+            Step(both.text(), searches=plan.searches([node_a])),
+            Step(f"A: {answer_a}", searches=plan.searches([node_b], {"A": answer_a})),
             Step("B: the answer of B in a few words", answer="the answer in a few words"),
         ]
 
@@ -114,51 +141,77 @@ class Dag(Protocol):
         if earlier:
             return self._answers(text, earlier)
         try:
-            return Step(text, plan.searches(plan.read(text, self.limits).levels[0]))
+            first_level = plan.read(text, self.limits).levels[0]
         except InvalidPlan as error:
             return Step(text, faults=(str(error),))
+        return Step(text, plan.searches(first_level))
 
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:
-        """The step of a turn that answers nodes: it searches the next level or, if there is none, has the answer."""
-        levels, done = self._plan(earlier).levels, len(earlier)
-        body, *final = re.split(rf"^[ \t]*{ANSWER}", text, flags=re.MULTILINE)
+        """Returns the step of a turn that answers nodes.
+
+        It searches the next level or, if there is none, has the answer.
+        """
+        levels = self._plan(earlier).levels
+        done = len(earlier)
+        body, *final_texts = re.split(rf"^[ \t]*{ANSWER}", text, flags=re.MULTILINE)
         answers, faults = _read_answers(body, levels[done - 1])
         step = Step(body.strip(), faults=tuple(faults))
-        if final:
-            return _with_final(replace(step, faults=(*faults, *named(early_answer=done < len(levels)))), final)
+        if final_texts:
+            faults += faults_if(early_answer=done < len(levels))
+            return _with_final(replace(step, faults=tuple(faults)), final_texts)
         if done == len(levels):
             return replace(step, faults=(*faults, "no_final_answer"))
-        faults += named(missing_answer=len(answers) < len(levels[done - 1]))
-        for level, before in zip(levels, earlier[1:]):
-            answers |= _read_answers(before.analysis, level)[0]
+        faults += faults_if(missing_answer=len(answers) < len(levels[done - 1]))
+        for level, earlier_step in zip(levels, earlier[1:]):
+            earlier_answers, _ = _read_answers(earlier_step.analysis, level)
+            answers |= earlier_answers
         needed = {name for node in levels[done] for name in node.references}
         if needed <= answers.keys():
             searches = plan.searches(levels[done], answers)
-            faults += named(repeated_query=any(asked_before(search.query, earlier) for search in searches))
+            faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
             step = replace(step, searches=searches)
         return replace(step, faults=tuple(dict.fromkeys(faults)))
 
     def _plan(self, steps: Sequence[Step]) -> Plan:
-        """The plan that an episode's first step wrote; one that was given may be of any size."""
+        """Returns the plan of an episode's first step; one that the model did not write may be of any size."""
         return plan.read(steps[0].analysis, Limits(sys.maxsize, sys.maxsize))
 
 
 def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], list[str]]:
-    """The answers of nodes, by their names, and the faults of the lines that they are written in."""
-    asked, answers, faults = {node.name for node in nodes}, {}, []
-    for line in filter(str.strip, text.splitlines()):
-        name, answer = match.groups() if (match := LINE.fullmatch(line)) else (None, "")
-        wrong = named(text_outside_answers=name not in asked, repeated_answer=name in answers, blank_answer=not answer)
-        faults += wrong[:1]
-        if not wrong:
+    """Returns the answers of nodes, by their names, and the faults of the lines that they are written in."""
+    names = {node.name for node in nodes}
+    answers: dict[str, str] = {}
+    faults: list[str] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        name = None
+        answer = ""
+        match = LINE.fullmatch(line)
+        if match:
+            name, answer = match.groups()
+        if name not in names:
+            faults.append("text_outside_answers")
+        elif name in answers:
+            faults.append("repeated_answer")
+        elif not answer:
+            faults.append("blank_answer")
+        else:
             answers[name] = answer
     return answers, list(dict.fromkeys(faults))
 
 
-def _with_final(step: Step, final: Sequence[str]) -> Step:
-    """The step with its final answer: one, on a line. `final` are the texts after its heading."""
-    line, _, rest = final[0].strip(" \t").partition("\n")
-    twice = len(final) > 1  # it is not clear which of the two is meant
-    found = named(text_outside_answers=rest.strip(), repeated_answer=twice, blank_answer=not (twice or line.strip()))
-    answer = None if twice else line.strip() or None
-    return replace(step, answer=answer, faults=tuple(dict.fromkeys((*step.faults, *found))))
+def _with_final(step: Step, final_texts: Sequence[str]) -> Step:
+    """Returns the step with its final answer: one, on a line. `final_texts` are the texts after its heading."""
+    line, _, more_lines = final_texts[0].strip(" \t").partition("\n")
+    is_repeated = len(final_texts) > 1  # it is not clear which of them is meant
+    faults = faults_if(
+        text_outside_answers=more_lines.strip(),
+        repeated_answer=is_repeated,
+        blank_answer=not is_repeated and not line.strip(),
+    )
+    answer = None
+    if not is_repeated:
+        answer = line.strip() or None
+    all_faults = dict.fromkeys((*step.faults, *faults))
+    return replace(step, answer=answer, faults=tuple(all_faults))

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from r3lite.protocols.base import named, one_line
+from r3lite.protocols.base import faults_if, one_line
 
 # Worded to follow `step k`.
 FAULTS = {
@@ -26,13 +26,13 @@ class Tag:
     closing: str
 
     def around(self, text: str) -> str:
-        """A block. Its spaces keep tag and text apart: in `<answer>Tokyo` one token would span both."""
+        """Returns a block. Its spaces keep tag and text apart: in `<answer>Tokyo` one token would span both."""
         return f"{self.opening} {text} {self.closing}"
 
 
 @dataclass(frozen=True)
 class Block:
-    """What follows an opening tag, up to the next tag of any kind or the end of the text."""
+    """The text after an opening tag, up to the next tag of any kind or the end of the text."""
 
     tag: Tag
     text: str
@@ -47,41 +47,56 @@ class Markup:
     any_case: bool = False
 
     def read(self, text: str) -> tuple[list[Block], list[str]]:
-        """The blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
-        before, *contents = self._marks.split(text)
-        meanings = [None, *(self._meanings[mark.lower()] for mark in self._marks.findall(text)), None]
-        blocks, faults = [], named(text_outside_tags=before.strip())
-        for previous, (tag, opens), following, content in zip(meanings, meanings[1:-1], meanings[2:], contents):
-            if opens:
-                blocks.append(Block(tag, content.strip(), closed=following == (tag, False)))
-                if not blocks[-1].closed:
-                    faults.append("nested_tag" if following and following[1] else "unclosed_tag")
+        """Returns the blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
+        outside, *contents = self._ends.split(text)
+        meanings = [self._meanings[end.lower()] for end in self._ends.findall(text)]
+        blocks = []
+        faults = faults_if(text_outside_tags=outside.strip())
+        for i, (tag, opens) in enumerate(meanings):
+            content = contents[i].strip()
+            if not opens:
+                is_open = i > 0 and meanings[i - 1] == (tag, True)
+                faults += faults_if(unopened_tag=not is_open, text_outside_tags=content)
                 continue
-            faults += named(unopened_tag=previous != (tag, True), text_outside_tags=content.strip())
+            following = None
+            if i + 1 < len(meanings):
+                following = meanings[i + 1]
+            blocks.append(Block(tag, content, closed=following == (tag, False)))
+            if blocks[-1].closed:
+                continue
+            if following and following[1]:
+                faults.append("nested_tag")
+            else:
+                faults.append("unclosed_tag")
         return blocks, faults
 
     def tags_in(self, text: str) -> set[Tag]:
-        """The tags that have an end in a text."""
-        return {self._meanings[mark[0].lower()][0] for mark in self._marks.finditer(text)}
+        """Returns the tags that have an end in a text."""
+        meanings = [self._meanings[end.lower()] for end in self._ends.findall(text)]
+        return {tag for tag, _ in meanings}
 
     def quoted(self, text: str) -> str:
-        """Text from outside on one line, with U+2039 for the `<` of every tag in it, whatever the tag's letter case.
+        """Returns text from outside on one line, with U+2039 for the `<` of every tag in it, whatever the tag's letter
+        case.
 
         All else stays, so that a reader sees what the text said; other angle brackets are text.
         """
-        return self._in_any_case.sub(lambda mark: "\u2039" + mark[0][1:], one_line(text))
+        return self._ends_in_any_case.sub(lambda end: "\u2039" + end[0][1:], one_line(text))
 
     @cached_property
-    def _marks(self) -> re.Pattern:
-        return self._in_any_case if self.any_case else re.compile(self._in_any_case.pattern)
+    def _ends(self) -> re.Pattern:
+        if self.any_case:
+            return self._ends_in_any_case
+        return re.compile(self._ends_in_any_case.pattern)
 
     @cached_property
-    def _in_any_case(self) -> re.Pattern:
+    def _ends_in_any_case(self) -> re.Pattern:
         ends = (end for tag in self.tags for end in (tag.opening, tag.closing))
         return re.compile("|".join(map(re.escape, ends)), re.IGNORECASE | re.ASCII)
 
     @cached_property
     def _meanings(self) -> dict[str, tuple[Tag, bool]]:
-        """The tag that an end belongs to, and whether it opens it; one that does both opens."""
+        """The tag that each end belongs to, and whether the end opens it; one that does both opens."""
         closing = {tag.closing.lower(): (tag, False) for tag in self.tags}
-        return closing | {tag.opening.lower(): (tag, True) for tag in self.tags}
+        opening = {tag.opening.lower(): (tag, True) for tag in self.tags}
+        return closing | opening

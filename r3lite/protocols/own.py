@@ -35,53 +35,91 @@ TAG = re.compile(r"<[^<>\s]+>")
 
 
 def load_own(settings: ProtocolSettings) -> Protocol:
-    """The format of a file; raises R3LiteError for what cannot be read without doubt."""
-    own = load_toml(Path(settings.format))
-    for problem in _problems(own):
+    """Returns the format of a file; raises R3LiteError for what cannot be read without doubt."""
+    definition = load_toml(Path(settings.format))
+    for problem in _problems(definition):
         raise R3LiteError(f"the format {settings.format} {problem}", "See docs/formats.md.")
-    prompt = read_prompt(settings.init_prompt) if settings.init_prompt else own["prompt"].strip()
-    if own["kind"] == "headings":
-        step = read_prompt(settings.step_prompt) if settings.step_prompt else own["documents_prompt"].strip()
-        return R3.made(settings, prompt, step, Headings(**{key: own[key] for key in HEADINGS if key in own}))
-    if settings.queries_per_step > 1 or settings.verification:
-        flag = "--verification" if settings.verification else "--queries-per-step"
-        raise UsageError(f"{flag} needs a format with headings, but {settings.format} has tags")
+    prompt = _prompt(settings.init_prompt, definition, key="prompt")
+    if definition["kind"] == "headings":
+        step = _prompt(settings.step_prompt, definition, key="documents_prompt")
+        headings = {key: definition[key] for key in HEADINGS if key in definition}
+        return R3.from_prompts(settings, init=prompt, step=step, headings=Headings(**headings))
+    if settings.verification:
+        raise UsageError(f"--verification needs a format with headings, but {settings.format} has tags")
+    if settings.queries_per_step > 1:
+        raise UsageError(f"--queries-per-step needs a format with headings, but {settings.format} has tags")
     refuse_step_prompt(settings)
     check_placeholders("the opening prompt", prompt, "question")
-    names = ("think", "answer", "search", "documents")
-    think, answer, search, documents = (Tag(*own[name]) if name in own else None for name in names)
-    lenient, system = settings.tags == "lenient", settings.system_prompt
-    return Tags(opening_prompt(prompt, settings), think, answer, search, documents, lenient, system)
+    search = None
+    information = None
+    if "search" in definition:
+        search = Tag(*definition["search"])
+        information = Tag(*definition["documents"])
+    return Tags(
+        opening_prompt(prompt, settings),
+        think=Tag(*definition["think"]),
+        answer=Tag(*definition["answer"]),
+        search=search,
+        information=information,
+        lenient=settings.tags == "lenient",
+        system=settings.system_prompt,
+    )
 
 
-def _problems(own: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a file's keys and values; those that follow a problem are not looked at."""
-    if own.get("kind") not in tuple(KEYS):  # compared, not looked up: a list has no hash
-        yield f"has kind = {own.get('kind')!r}; it must be {' or '.join(KEYS)}"
-    needed, optional = KEYS[own["kind"]]
-    known, prompts = (*needed, *optional), own.keys() & {"prompt", "documents_prompt"}
-    yield from (f"has the unknown key {key!r}{nearest(key, known)}" for key in own if key not in ("kind", *known))
-    yield from (f"has no {key}" for key in needed if key not in own)
-    yield from (f"has no text as {key}" for key in prompts if not isinstance(own[key], str) or not own[key].strip())
-    parts = {key: value for key, value in own.items() if key not in ("kind", *prompts)}
-    yield from _problems_of_headings(parts) if own["kind"] == "headings" else _problems_of_tags(parts)
+def _prompt(path: str | None, definition: dict[str, Any], key: str) -> str:
+    """Returns the prompt of a file that the settings name; that of the format if they name none."""
+    if path:
+        return read_prompt(path)
+    return definition[key].strip()
+
+
+def _problems(definition: dict[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with a file's keys and values; those that follow a problem are not looked at."""
+    kind = definition.get("kind")
+    if kind not in tuple(KEYS):  # compared, not looked up: a list has no hash
+        yield f"has kind = {kind!r}; it must be {' or '.join(KEYS)}"
+    needed, optional = KEYS[kind]
+    allowed = (*needed, *optional)
+    for key in definition:
+        if key not in ("kind", *allowed):
+            yield f"has the unknown key {key!r}{nearest(key, allowed)}"
+    for key in needed:
+        if key not in definition:
+            yield f"has no {key}"
+    prompts = definition.keys() & {"prompt", "documents_prompt"}
+    for key in prompts:
+        if not isinstance(definition[key], str) or not definition[key].strip():
+            yield f"has no text as {key}"
+    parts = {key: value for key, value in definition.items() if key not in ("kind", *prompts)}
+    if kind == "headings":
+        yield from _problems_of_headings(parts)
+    else:
+        yield from _problems_of_tags(parts)
 
 
 def _problems_of_headings(parts: dict[str, Any]) -> Iterator[str]:
     for key, value in parts.items():
         if not isinstance(value, str) or value != " ".join(value.split()) or not value:
             yield f"has {key} = {value!r}; it must be one line of text"
-    for (key, value), (other, text) in itertools.permutations(vars(Headings(**parts)).items(), 2):
-        if text.startswith(value):
-            yield f"has {other} = {text!r}, which begins as {key} does"
+    headings = vars(Headings(**parts))
+    for key, longer_key in itertools.permutations(headings, 2):
+        if headings[longer_key].startswith(headings[key]):
+            yield f"has {longer_key} = {headings[longer_key]!r}, which begins as {key} does"
 
 
 def _problems_of_tags(parts: dict[str, Any]) -> Iterator[str]:
     for key, value in parts.items():
-        whole = isinstance(value, list) and all(isinstance(end, str) and TAG.fullmatch(end) for end in value)
-        if not whole or len(value) != 2:
+        if not _is_pair_of_tags(value):
             yield f"has {key} = {value!r}; it must be an opening and a closing tag, such as ['<think>', '</think>']"
-    every = [end.lower() for pair in parts.values() for end in pair]
-    yield from (f"has {end} more than once" for end in every if every.count(end) > 1)
+    ends = [end.lower() for pair in parts.values() for end in pair]
+    for end in ends:
+        if ends.count(end) > 1:
+            yield f"has {end} more than once"
     if ("search" in parts) != ("documents" in parts):
         yield "has only one of search and documents"
+
+
+def _is_pair_of_tags(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(end, str) and TAG.fullmatch(end) for end in value)

@@ -1,6 +1,6 @@
-"""What a model is asked without r3lite's steps: an ordinary chat prompt, with documents or without, and a short answer.
+"""A question without r3lite's steps: an ordinary chat prompt, with documents or without, and a short answer.
 
-Of the baselines of `evaluate`, and not a format of --format: nothing is trained on it.
+It belongs to the baselines of `evaluate`, and is no format of --format: nothing is trained on it.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,22 @@ class PlainAnswer(Chat):
 
     @staticmethod
     def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":
-        """With the system message of the settings, if they have one."""
-        return PlainAnswer(settings.system_prompt or (WITH_DOCUMENTS if searches else SYSTEM), searches)
+        """Returns the protocol with the system message of the settings, if they have one."""
+        system = SYSTEM
+        if searches:
+            system = WITH_DOCUMENTS
+        return PlainAnswer(settings.system_prompt or system, searches)
 
     def first_search(self, question: str) -> Step:
         return Step.asking("", question)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """The whole user turn: documents, one a line, then the question."""
+        """Returns the whole user turn: documents, one a line, then the question."""
         return f"{render_documents(steps[-1].documents)}\n\n{self.opening(question)}"
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        return super().parse(next(filter(str.strip, text.splitlines()), ""), earlier)
+        first_line = next(filter(str.strip, text.splitlines()), "")
+        return super().parse(first_line, earlier)
 
     def is_whole(self, text: str) -> bool:
         return bool(text.strip())

@@ -17,8 +17,10 @@ from types import MappingProxyType
 from r3lite.core.episode import Search
 from r3lite.settings.retrieval import SOURCES
 
-NODES, EDGES = "Nodes:", "Edges:"
-ALSO = {"academy": "Academic"}  # other names of sources; all are read in any letter case
+NODES = "Nodes:"
+EDGES = "Edges:"
+# The sources by the names that are read for them, in any letter case.
+SOURCE_NAMES = {"academy": "Academic"} | {source.lower(): source for source in SOURCES}
 NONE = "none"  # the edges of a plan that has none
 
 # Why a plan is not valid; worded to follow `step k`.
@@ -49,8 +51,8 @@ class InvalidPlan(ValueError):
     """A plan that cannot be run; its text is a name from FAULTS."""
 
 
-def refuse(**faults: bool) -> None:
-    """Raises InvalidPlan for the first of the faults that is there."""
+def refuse_if(**faults: bool) -> None:
+    """Raises InvalidPlan for the first of the faults whose value is true."""
     for name in filter(faults.get, faults):
         raise InvalidPlan(name)
 
@@ -69,24 +71,24 @@ class Node:
         return REFERENCE.findall(self.query)
 
     def filled(self, answers: Mapping[str, str]) -> str:
-        """The query with the answers of other nodes, by their names. In one pass: an answer is no reference."""
+        """Returns the query with the answers of other nodes, by their names. In one pass: an answer is no reference."""
         return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
 
 
 def searches(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxyType({})) -> tuple[Search, ...]:
-    """The searches of nodes, with the answers of others filled in."""
+    """Returns the searches of nodes, with the answers of other nodes filled in."""
     return tuple(Search(node.filled(answers), source=node.source) for node in nodes)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a plan may be: nodes, and words of a query."""
+    """The limits of a plan: how many nodes it has, and how many words a query."""
 
     nodes: int = 6
     words: int = 30
 
     def placeholders(self) -> dict[str, str]:
-        """What stands for the placeholders of an opening prompt that asks for plans."""
+        """Returns the values of the placeholders of an opening prompt that asks for plans."""
         return {"sources": ", ".join(SOURCES), "most_nodes": str(self.nodes), "most_words": str(self.words)}
 
 
@@ -100,68 +102,86 @@ class Plan:
     @property
     def levels(self) -> list[list[Node]]:
         """The nodes in topological order (Kahn, 1962): a level has those whose predecessors are in earlier levels."""
-        left, levels = list(self.nodes), []
-        while left:
-            waiting = {node.name for node in left}
-            ready = [n for n in left if not any(to == n.name and start in waiting for start, to in self.edges)]
-            refuse(cycle=not ready)
+        remaining = list(self.nodes)
+        levels = []
+        while remaining:
+            names = {node.name for node in remaining}
+            blocked = {end for start, end in self.edges if start in names}
+            ready = [node for node in remaining if node.name not in blocked]
+            refuse_if(cycle=not ready)
             levels.append(ready)
-            left = [node for node in left if node not in ready]
+            remaining = [node for node in remaining if node not in ready]
         return levels
 
     def text(self) -> str:
-        """As `read` reads it."""
+        """Returns the plan as `read` reads it."""
         nodes = [f"{node.name}: {node.query} ({node.source})" for node in self.nodes]
-        edges = " ; ".join(f"{start} -> {to}" for start, to in self.edges) or NONE
+        edges = " ; ".join(f"{start} -> {end}" for start, end in self.edges) or NONE
         return "\n".join([NODES, *nodes, f"{EDGES} {edges}"])
 
 
 def read(text: str, limits: Limits) -> Plan:
-    """The plan that a text is; raises InvalidPlan at the first thing that is wrong with it."""
-    before, found, rest = text.partition(NODES)
-    written, _, edges = rest.partition(f"\n{EDGES}")
-    lines = [line.strip() for line in written.splitlines() if line.strip()]
-    refuse(no_nodes=not (found and lines), text_outside_plan=bool(before.strip()), no_edges=f"\n{EDGES}" not in rest)
+    """Returns the plan that a text is; raises InvalidPlan at the first thing that is wrong with it."""
+    preamble, nodes_heading, body = text.partition(NODES)
+    nodes_text, edges_heading, edges_text = body.partition(f"\n{EDGES}")
+    lines = [line.strip() for line in nodes_text.splitlines() if line.strip()]
+    refuse_if(
+        no_nodes=not (nodes_heading and lines),
+        text_outside_plan=bool(preamble.strip()),
+        no_edges=not edges_heading,
+    )
     nodes = tuple(_node(line, limits) for line in lines)
-    names, asked = {n.name for n in nodes}, {" ".join(re.findall(r"[\w{}]+", n.query.casefold())) for n in nodes}
-    count = len(nodes)
-    refuse(too_many_nodes=count > limits.nodes, repeated_node=len(names) < count, repeated_query=len(asked) < count)
-    plan = Plan(nodes, _edges(edges, names))
+    names = {node.name for node in nodes}
+    queries = {" ".join(re.findall(r"[\w{}]+", node.query.casefold())) for node in nodes}
+    refuse_if(
+        too_many_nodes=len(nodes) > limits.nodes,
+        repeated_node=len(names) < len(nodes),
+        repeated_query=len(queries) < len(nodes),
+    )
+    plan = Plan(nodes, _edges(edges_text, names))
     _check_references(plan)
     return plan
 
 
 def _node(line: str, limits: Limits) -> Node:
     match = NODE.fullmatch(line)
-    refuse(malformed_node=not match)
-    name, query, source = match.groups()
-    known = (ALSO | {source.lower(): source for source in SOURCES}).get(source.strip().lower())
-    refuse(blank_query=not query, long_query=len(query.split()) > limits.words, unknown_source=not known)
-    return Node(name, query, known)
+    refuse_if(malformed_node=not match)
+    name, query, source_name = match.groups()
+    source = SOURCE_NAMES.get(source_name.strip().lower())
+    refuse_if(
+        blank_query=not query,
+        long_query=len(query.split()) > limits.words,
+        unknown_source=not source,
+    )
+    return Node(name, query, source)
 
 
 def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
-    """The edges that stand under their heading, separated by `;` or line breaks."""
+    """Returns the edges that stand under their heading, separated by `;` or line breaks."""
     parts = [part.strip() for part in re.split(r"[;\n]", text) if part.strip()]
     if [part.lower() for part in parts] == [NONE]:
         return ()
     edges: list[tuple[str, str]] = []
     for part in parts:
         match = EDGE.fullmatch(part)
-        refuse(malformed_edge=not match)
-        start, to = match.groups()
-        refuse(unknown_node=not {start, to} <= names, self_loop=start == to, repeated_edge=(start, to) in edges)
-        edges.append((start, to))
+        refuse_if(malformed_edge=not match)
+        start, end = match.groups()
+        refuse_if(
+            unknown_node=start not in names or end not in names,
+            self_loop=start == end,
+            repeated_edge=(start, end) in edges,
+        )
+        edges.append((start, end))
     return tuple(edges)
 
 
 def _check_references(plan: Plan) -> None:
     """Raises InvalidPlan at a cycle, or at a node that uses the answer of one that does not come before it."""
-    before: dict[str, set[str]] = {}
+    ancestors: dict[str, set[str]] = {}
     for level in plan.levels:
         for node in level:
-            direct = {start for start, to in plan.edges if to == node.name}
-            before[node.name] = direct.union(*(before[name] for name in direct))
+            parents = {start for start, end in plan.edges if end == node.name}
+            ancestors[node.name] = parents.union(*(ancestors[name] for name in parents))
     for node in plan.nodes:
         for name in node.references:
-            refuse(unknown_node=name not in before, reference_without_edge=name not in before[node.name])
+            refuse_if(unknown_node=name not in ancestors, reference_without_edge=name not in ancestors[node.name])

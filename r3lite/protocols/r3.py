@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
-from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, named, one_line
+from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, faults_if, one_line
 from r3lite.protocols.templates import check_placeholders, filled, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -56,7 +56,7 @@ class Headings:
 
 NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
 # The text for {queries_note} and {verification_note} of the opening prompt, if the options are on.
-QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once, as in:
+QUERIES_NOTE = """Up to {limit} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
 1. Marta Lindqvist
 2. Silent Harbour
@@ -81,21 +81,32 @@ class R3(Protocol):
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
-        """R3 with the prompt files that the settings name: a relative path is looked up here, then in the package."""
-        init, step = (read_prompt(prompt_file(settings, which)) for which in ("init_prompt", "step_prompt"))
-        return R3.made(settings, init, step)
+        """Returns R3 with the prompt files that the settings name.
+
+        A relative path is looked up in the current folder, then in the package.
+        """
+        init = read_prompt(prompt_file(settings, "init_prompt"))
+        step = read_prompt(prompt_file(settings, "step_prompt"))
+        return R3.from_prompts(settings, init, step)
 
     @staticmethod
-    def made(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":
-        """R3 with these prompts; R3LiteError if their placeholders are wrong."""
-        most, verifies = settings.queries_per_step, settings.verification
-        notes = {
-            "queries_note": QUERIES_NOTE.format(most=most, h=headings) if most > 1 else "",
-            "verification_note": VERIFICATION_NOTE.format(h=headings) if verifies else "",
-        }
-        check_placeholders("the opening prompt", init, "question", tuple(notes))
-        check_placeholders("the prompt with documents", step, "documents", ("question", "step"))
-        return R3(opening_prompt(filled(init, notes), settings), step, settings.system_prompt, most, verifies, headings)
+    def from_prompts(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":
+        """Returns R3 with these prompts; raises R3LiteError if their placeholders are wrong."""
+        notes = {"queries_note": "", "verification_note": ""}
+        if settings.queries_per_step > 1:
+            notes["queries_note"] = QUERIES_NOTE.format(limit=settings.queries_per_step, h=headings)
+        if settings.verification:
+            notes["verification_note"] = VERIFICATION_NOTE.format(h=headings)
+        check_placeholders("the opening prompt", init, placeholder="question", optional=tuple(notes))
+        check_placeholders("the prompt with documents", step, placeholder="documents", optional=("question", "step"))
+        return R3(
+            init_prompt=opening_prompt(filled(init, notes), settings),
+            step_prompt=step,
+            system=settings.system_prompt,
+            most_queries=settings.queries_per_step,
+            verifies=settings.verification,
+            names=headings,
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -105,14 +116,19 @@ class R3(Protocol):
     @cached_property
     def heading(self) -> re.Pattern:
         """Matches the headings of a step at the beginning of a line; those of options that are off are plain text."""
-        optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
-        known = (self.names.analysis, self.names.query, self.names.documents, self.names.answer, *optional)
-        return re.compile(rf"^[ \t]*({'|'.join(map(re.escape, known))})", re.MULTILINE)
+        headings = [self.names.analysis, self.names.query, self.names.documents, self.names.answer]
+        if self.most_queries > 1:
+            headings.append(self.names.queries)
+        if self.verifies:
+            headings.append(self.names.verification)
+        any_heading = "|".join(map(re.escape, headings))
+        return re.compile(rf"^[ \t]*({any_heading})", re.MULTILINE)
 
     def render(self, step: Step, number: int) -> str:
         parts = [f"{self.names.step} {number}:", f"{self.names.analysis} {step.analysis}"]
         if len(step.searches) > 1:
-            parts += [self.names.queries, *(f"{i}. {query}" for i, query in enumerate(step.queries, 1))]
+            parts.append(self.names.queries)
+            parts += [f"{i}. {query}" for i, query in enumerate(step.queries, 1)]
         elif step.searches:
             parts.append(f"{self.names.query} {step.queries[0]}")
         if step.verification:
@@ -122,12 +138,14 @@ class R3(Protocol):
         return "\n".join(parts)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        searches, number = steps[-1].searches, str(len(steps) + 1)
+        searches = steps[-1].searches
         if len(searches) == 1:
             documents = render_documents(searches[0].documents)
         else:  # under their queries
-            documents = render_each([f"{i}. {search.query}" for i, search in enumerate(searches, 1)], searches)
-        return filled(self.step_prompt, {"documents": documents, "question": question, "step": number})
+            queries = [f"{i}. {search.query}" for i, search in enumerate(searches, 1)]
+            documents = render_each(queries, searches)
+        values = {"documents": documents, "question": question, "step": str(len(steps) + 1)}
+        return filled(self.step_prompt, values)
 
     @property
     def answer_heading(self) -> str:
@@ -137,8 +155,11 @@ class R3(Protocol):
         return f"{self.names.step} {number}:\n{self.names.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        written = Step("-", answer="", verification="-" * self.verifies)
-        return self.parse(self.render(written, len(earlier) + 1).rstrip() + text, earlier)
+        verification = ""
+        if self.verifies:
+            verification = "-"
+        opening = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
+        return self.parse(opening.rstrip() + text, earlier)
 
     def step_request(self, number: int) -> str:
         return f"Write {self.names.step} {number} now, and nothing else."
@@ -150,63 +171,116 @@ class R3(Protocol):
         rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable.
         """
         opening = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
-        before, *parts = self.heading.split(text[opening.end() :] if opening else text)
-        headings, sections = parts[::2], {}
+        body = text
+        if opening:
+            body = text[opening.end() :]
+        preamble, *parts = self.heading.split(body)
+        headings = parts[::2]
+        sections: dict[str, str] = {}
         for heading, section in zip(headings, parts[1::2]):
             sections.setdefault(heading, section.strip())
-        stray = opening and headings and before.strip()  # text before the first heading
-        faults = named(
+        analysis = sections.get(self.names.analysis, "")
+        stray_text = opening and headings and preamble.strip()
+        faults = faults_if(
             no_step_heading=opening is None,
             wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(headings),
             wrote_documents=self.names.documents in sections,
-            no_analysis=stray or not sections.get(self.names.analysis),
+            no_analysis=stray_text or not analysis,
         )
         queries = self._queries(sections, faults)
         answer = _line(sections.get(self.names.answer), "answer", faults)
-        asks, answers = self.names.query in sections or self.names.queries in sections, self.names.answer in sections
-        verification, order = sections.get(self.names.verification, ""), list(sections)
-        verifies = self.names.verification in sections
-        late = answers and verifies and order.index(self.names.verification) > order.index(self.names.answer)
-        unverified = self.verifies and answers and (late or not verification)
-        faults += named(no_verification=unverified, idle_verification=verifies and not answers)
-        faults += named(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
+        faults += self._verification_faults(sections)
+        asks = self.names.query in sections or self.names.queries in sections
+        answers = self.names.answer in sections
+        faults += faults_if(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
         if (asks and answers) or headings.count(self.names.answer) > 1:
-            queries, answer = [], None  # it is not clear which one is meant
-        searches = tuple(map(Search, queries))
-        again = (asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries))
-        faults += named(repeated_query=any(again))
-        return Step(sections.get(self.names.analysis, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
+            # It is not clear which one is meant.
+            queries = []
+            answer = None
+        faults += faults_if(repeated_query=_has_repeated(queries, earlier))
+        return Step(
+            analysis=analysis,
+            searches=tuple(map(Search, queries)),
+            answer=answer,
+            faults=tuple(dict.fromkeys(faults)),
+            verification=sections.get(self.names.verification, ""),
+        )
+
+    def _verification_faults(self, sections: dict[str, str]) -> list[str]:
+        """Returns what is wrong with the place of the verification, or with its absence."""
+        answers = self.names.answer in sections
+        verifies = self.names.verification in sections
+        is_late = False
+        if answers and verifies:
+            order = list(sections)
+            is_late = order.index(self.names.verification) > order.index(self.names.answer)
+        is_missing = is_late or not sections.get(self.names.verification)
+        return faults_if(
+            no_verification=self.verifies and answers and is_missing,
+            idle_verification=verifies and not answers,
+        )
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
-        """The usable queries of a step; appends to `faults`."""
+        """Returns the usable queries of a step; appends to `faults`."""
         query = _line(sections.get(self.names.query), "query", faults)
-        if self.names.queries not in sections or self.names.query in sections:
-            faults += named(query_and_queries=self.names.queries in sections)
-            return [query] if query and self.names.queries not in sections else []
-        lines = [line for line in sections[self.names.queries].splitlines() if line.strip()]
-        numbered = [NUMBERED.fullmatch(line) for line in lines]
-        queries = [(found[2] if found else line).strip() for found, line in zip(numbered, lines)]
-        faults += named(
-            unnumbered_query=[found and found[1] for found in numbered] != [str(i + 1) for i in range(len(lines))],
+        has_list = self.names.queries in sections
+        if has_list and self.names.query in sections:
+            faults.append("query_and_queries")
+            return []
+        if has_list:
+            return self._numbered_queries(sections[self.names.queries], faults)
+        if query:
+            return [query]
+        return []
+
+    def _numbered_queries(self, section: str, faults: list[str]) -> list[str]:
+        """Returns the usable queries of a list of queries, one a line; appends to `faults`."""
+        numbers = []
+        queries = []
+        for line in section.splitlines():
+            if not line.strip():
+                continue
+            match = NUMBERED.fullmatch(line)
+            if match:
+                numbers.append(match[1])
+                queries.append(match[2].strip())
+            else:
+                numbers.append(None)
+                queries.append(line.strip())
+        faults += faults_if(
+            unnumbered_query=numbers != [str(i + 1) for i in range(len(numbers))],
             blank_query=not queries or not all(queries),
             too_many_queries=len(queries) > self.most_queries,
         )
         return list(filter(None, queries))[: self.most_queries]
 
 
-def _line(section: str | None, what: str, faults: list[str]) -> str | None:
-    """The query or answer in a section, which is its first line; None if there is none. Appends to `faults`."""
+def _has_repeated(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
+    """Returns whether a query of a step asks what an earlier step, or a query before it in the step, has asked."""
+    for i, query in enumerate(queries):
+        queries_before = tuple(map(Search, queries[:i]))
+        if asked_before(query, [*earlier, Step(searches=queries_before)]):
+            return True
+    return False
+
+
+def _line(section: str | None, part: str, faults: list[str]) -> str | None:
+    """Returns the query or answer in a section, which is its first line; None if there is none.
+
+    `part` is "query" or "answer"; what is wrong with it is appended to `faults`.
+    """
     if section is None:
         return None
-    line, _, rest = section.partition("\n")
-    faults += named(**{f"text_after_{what}": rest.strip(), f"blank_{what}": not line.strip()})
+    line, _, more_lines = section.partition("\n")
+    faults += faults_if(**{f"text_after_{part}": more_lines.strip(), f"blank_{part}": not line.strip()})
     return line.strip() or None
 
 
 def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
-    """The documents of each search under its heading, numbered consecutively over all searches."""
-    parts, first = [], 1
+    """Returns the documents of each search under its heading, numbered consecutively over all searches."""
+    parts = []
+    first = 1
     for heading, search in zip(headings, searches, strict=True):
         parts.append(f"{heading}\n{render_documents(search.documents, first)}")
         first += len(search.documents)
@@ -214,7 +288,8 @@ def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
 
 
 def render_documents(documents: Sequence[Document], first: int = 1) -> str:
-    """Numbered passages, one per line, from number `first` on."""
+    """Returns numbered passages, one a line, from number `first` on."""
     if not documents:
         return "(nothing was found)"
-    return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first))
+    lines = [f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first)]
+    return "\n".join(lines)

@@ -20,7 +20,10 @@ PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {
 
 
 def build_protocol(settings: ProtocolSettings, opening: Opening = OPENINGS["none"]) -> Protocol:
-    """The protocol of --format, with the prompt files of the settings; or that of a baseline in a plain chat."""
+    """Returns the protocol of --format, with the prompt files of the settings; or that of a baseline in a plain
+    chat."""
     if opening.plain:
         return PlainAnswer.load(settings, opening.searches)
-    return load_own(settings) if settings.is_own else PROTOCOLS[settings.format](settings)
+    if settings.is_own:
+        return load_own(settings)
+    return PROTOCOLS[settings.format](settings)

@@ -13,7 +13,6 @@ With --search-graph, what stands in <search> is a plan (plan.py), as in R-Search
 order the queries: all are searched at once. In a step, `analysis` is the thought, then the plan as written.
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from functools import cached_property
 from r3lite.core.episode import Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup, plan
-from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before, named
+from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before, faults_if
 from r3lite.protocols.markup import Block, Markup, Tag
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template, refuse_step_prompt
@@ -39,9 +38,13 @@ FAULTS = {
 GRAPH_FAULTS = {**plan.FAULTS, "unfilled_reference": "uses another node's answer, though all are searched at once"}
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
-TAGS = ("think", "search", "information", "answer")
-THINK, SEARCH, INFORMATION, ANSWER = (Tag(f"<{name}>", f"</{name}>") for name in TAGS)
-WORKING_OUT, SOLUTION = Tag("<start_working_out>", "<end_working_out>"), Tag("<SOLUTION>", "</SOLUTION>")
+THINK = Tag("<think>", "</think>")
+SEARCH = Tag("<search>", "</search>")
+INFORMATION = Tag("<information>", "</information>")
+ANSWER = Tag("<answer>", "</answer>")
+WORKING_OUT = Tag("<start_working_out>", "<end_working_out>")
+SOLUTION = Tag("<SOLUTION>", "</SOLUTION>")
+TAG_NAME = re.compile(r"</?[A-Za-z][A-Za-z0-9_-]*>")
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,25 @@ class Tags(Protocol):
 
     @cached_property
     def markup(self) -> Markup:
-        return Markup(tuple(filter(None, (self.think, self.search, self.information, self.answer))), self.lenient)
+        tags = (self.think, self.search, self.information, self.answer)
+        return Markup(tuple(filter(None, tags)), self.lenient)
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
         """The closing tags that end a turn; for lenient reading in each of the usual letter cases."""
         ends = [tag.closing for tag in (self.search, self.answer) if tag]
-        if self.lenient:
-            ends = [case for end in ends for case in (end, end.lower(), end.title(), end.upper())]
-        return tuple(dict.fromkeys(ends))
+        if not self.lenient:
+            return tuple(dict.fromkeys(ends))
+        stops = []
+        for end in ends:
+            stops += [end, end.lower(), end.title(), end.upper()]
+        return tuple(dict.fromkeys(stops))
 
     @property
     def answer_request(self) -> str:
-        return self._spliced(NO_MORE) if self.searches else ""
+        if not self.searches:
+            return ""
+        return self._spliced(NO_MORE)
 
     @property
     def answer_heading(self) -> str:
@@ -106,33 +115,45 @@ class Tags(Protocol):
             return self.think.around(step.analysis) + self.answer.around(step.answer)
         if not self.graph:
             return self.think.around(step.analysis) + self.search.around(step.queries[0])
-        thought, nodes, rest = step.analysis.rpartition(f"\n{plan.NODES}")
-        if not nodes:
-            thought, rest = step.analysis, _plan_of(step).text()
-        return self.think.around(thought) + self.search.around(nodes.lstrip() + rest)
+        thought, nodes_heading, nodes = step.analysis.rpartition(f"\n{plan.NODES}")
+        if nodes_heading:
+            plan_text = nodes_heading.lstrip() + nodes
+        else:
+            thought = step.analysis
+            plan_text = _plan_of(step).text()
+        return self.think.around(thought) + self.search.around(plan_text)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """Numbered passages, one a line, as Search-R1 gives them; those of a graph after their queries."""
-        lines, numbers = [], itertools.count(1)
+        """Returns numbered passages, one a line, as Search-R1 gives them; those of a graph after their queries."""
+        lines = []
+        number = 0
         for search in steps[-1].searches:
-            lines += [self.quoted(search.query)] * bool(self.graph)
-            for d in search.documents:
-                lines.append(f"Doc {next(numbers)}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}")
-            lines += ["(nothing was found)"] * (not search.documents)
+            if self.graph:
+                lines.append(self.quoted(search.query))
+            for document in search.documents:
+                number += 1
+                title = self.quoted(document.title)
+                lines.append(f"Doc {number}(Title: {title}) {self.quoted(document.text)}")
+            if not search.documents:
+                lines.append("(nothing was found)")
         return self._spliced("\n".join(lines))
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        tags = [tag for tag in (self.think, self.search) if tag]
-        opened = [tag.closing for tag in tags if text.count(tag.opening) > text.count(tag.closing)]
-        given = super().finishing(text, earlier)
-        return given and "".join(opened) + given
+        heading = super().finishing(text, earlier)
+        if not heading:
+            return heading
+        missing_ends = ""
+        for tag in (self.think, self.search):
+            if tag and text.count(tag.opening) > text.count(tag.closing):
+                missing_ends += tag.closing
+        return missing_ends + heading
 
     def step_request(self, number: int) -> str:
-        last = " or ".join(tag.opening for tag in (self.search, self.answer) if tag)
-        return f"Go on now: write {self.think.opening}, then {last}, and nothing else."
+        endings = " or ".join(tag.opening for tag in (self.search, self.answer) if tag)
+        return f"Go on now: write {self.think.opening}, then {endings}, and nothing else."
 
     def first_turn(self, reply: str) -> str:
         ends = [reply.index(stop) + len(stop) for stop in self.stop_strings if stop in reply]
@@ -145,44 +166,67 @@ class Tags(Protocol):
         an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
         """
         blocks, faults = self.markup.read(text)
-        kinds = (self.think, self.search, self.answer)
-        thoughts, asking, answers = ([block for block in blocks if block.tag == kind] for kind in kinds)
-        thought = thoughts[0].text if thoughts else ""
-        faults += named(
-            repeated_tag=max(map(len, (thoughts, asking, answers))) > 1,
+        thoughts = [block for block in blocks if block.tag == self.think]
+        queries = [block for block in blocks if block.tag == self.search]
+        answers = [block for block in blocks if block.tag == self.answer]
+        thought = ""
+        if thoughts:
+            thought = thoughts[0].text
+        faults += faults_if(
+            repeated_tag=max(len(thoughts), len(queries), len(answers)) > 1,
             wrote_documents=self.information in self.markup.tags_in(text),
             no_think=not thought,
-            late_think=thought and next(b.tag for b in blocks if b.tag != self.information) != self.think,
+            late_think=thought and self._first_tag(blocks) != self.think,
         )
-        query, answer = self._only(asking, "query", faults), self._only(answers, "answer", faults)
-        faults += named(query_and_answer=asking and answers, no_query_or_answer=not (asking or answers))
-        if asking and answers:
-            query = answer = None
-        searches = self._searches(query, faults) if query else ()
-        faults += named(repeated_query=any(asked_before(search.query, earlier) for search in searches))
+        query = self._only(queries, "query", faults)
+        answer = self._only(answers, "answer", faults)
+        faults += faults_if(query_and_answer=queries and answers, no_query_or_answer=not (queries or answers))
+        if queries and answers:
+            query = None
+            answer = None
+        searches: tuple[Search, ...] = ()
+        if query:
+            searches = self._searches(query, faults)
+        faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
         if searches and self.graph:
             thought = f"{thought}\n{query}".strip()
-        counted = [f for f in dict.fromkeys(faults) if not (self.lenient and f in FORGIVEN)]
-        return Step(thought, searches, answer, tuple(counted))
+        faults = list(dict.fromkeys(faults))
+        if self.lenient:
+            faults = [fault for fault in faults if fault not in FORGIVEN]
+        return Step(thought, searches=searches, answer=answer, faults=tuple(faults))
+
+    def _first_tag(self, blocks: list[Block]) -> Tag:
+        """Returns the tag of the first block that has no documents."""
+        return next(block.tag for block in blocks if block.tag != self.information)
 
     def _searches(self, text: str, faults: list[str]) -> tuple[Search, ...]:
-        """The searches of a search block: its query, or those of its graph, none if that is not valid. Adds to
-        `faults`."""
+        """Returns the searches of a search block: its query, or those of its graph, none if that is not valid.
+
+        Appends to `faults`.
+        """
         if not self.graph:
             return (Search(text),)
         try:
             nodes = [node for level in plan.read(text, self.graph).levels for node in level]
-            plan.refuse(unfilled_reference=any(node.references for node in nodes))
+            plan.refuse_if(unfilled_reference=any(node.references for node in nodes))
             return plan.searches(nodes)
         except InvalidPlan as error:
             faults.append(str(error))
             return ()
 
-    def _only(self, blocks: list[Block], what: str, faults: list[str]) -> str | None:
-        """The query or answer of a step: the text of its only block. Adds to `faults`."""
-        faults += named(**{f"blank_{what}": any(not block.text for block in blocks)})
-        usable = len(blocks) == 1 and (blocks[0].closed or self.lenient)
-        return blocks[0].text or None if usable else None
+    def _only(self, blocks: list[Block], part: str, faults: list[str]) -> str | None:
+        """Returns the query or answer of a step, which is the text of its only block; None if none is usable.
+
+        `part` is "query" or "answer"; what is wrong with it is appended to `faults`.
+        """
+        if any(not block.text for block in blocks):
+            faults.append(f"blank_{part}")
+        if len(blocks) != 1:
+            return None
+        block = blocks[0]
+        if block.closed or self.lenient:
+            return block.text or None
+        return None
 
     def _spliced(self, text: str) -> str:
         assert self.information, "a protocol without search is given nothing"
@@ -190,31 +234,49 @@ class Tags(Protocol):
 
 
 def _plan_of(step: Step) -> Plan:
-    """A plan of the searches of a step without one, such as a step that was written for another format."""
-    nodes = (Node(chr(ord("A") + i), s.query, s.source or Node.source) for i, s in enumerate(step.searches))
+    """Returns a plan of the searches of a step without one, such as a step that was written for another format."""
+    nodes = []
+    for i, search in enumerate(step.searches):
+        name = chr(ord("A") + i)
+        nodes.append(Node(name, query=search.query, source=search.source or Node.source))
     return Plan(tuple(nodes))
 
 
 def load_tags(settings: ProtocolSettings) -> Tags:
-    """Think, search, answer; the tags around documents and the opening prompt are those of the settings."""
-    ends = settings.information_open, settings.information_close
-    own = Markup((THINK, SEARCH, ANSWER), any_case=True)
-    for flag, end in zip(("--information-open", "--information-close"), ends):
-        if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
-            raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
-    if ends[0] != INFORMATION.opening and ends[1] == INFORMATION.closing:
-        cause = f"--information-open is {ends[0]}, but --information-close is {ends[1]}"
-        raise R3LiteError(cause, "Pass both, such as <context> and </context>.")
-    values = {"information_open": ends[0], "information_close": ends[1]}
-    graph = Limits(settings.most_nodes, settings.most_node_words) if settings.search_graph else None
-    values |= graph.placeholders() if graph else {}
+    """Returns think, search, answer; the tags around documents and the opening prompt are those of the settings."""
+    information = Tag(settings.information_open, settings.information_close)
+    _check_information(information)
+    values = {"information_open": information.opening, "information_close": information.closing}
+    graph = None
+    if settings.search_graph:
+        graph = Limits(settings.most_nodes, settings.most_node_words)
+        values |= graph.placeholders()
     prompt = filled(_init_prompt(settings, tuple(values)), values)
-    return Tags(prompt, information=Tag(*ends), graph=graph, **_reading(settings))
+    return Tags(prompt, information=information, graph=graph, **_reading(settings))
+
+
+def _check_information(information: Tag) -> None:
+    """Raises R3LiteError unless the tag around documents is a pair of tags that the format does not have."""
+    format_tags = Markup((THINK, SEARCH, ANSWER), any_case=True)
+    ends = {"--information-open": information.opening, "--information-close": information.closing}
+    for flag, end in ends.items():
+        if not TAG_NAME.fullmatch(end) or format_tags.tags_in(end):
+            raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
+    if information.opening != INFORMATION.opening and information.closing == INFORMATION.closing:
+        cause = f"--information-open is {information.opening}, but --information-close is {information.closing}"
+        raise R3LiteError(cause, "Pass both, such as <context> and </context>.")
 
 
 def load_solution(settings: ProtocolSettings) -> Tags:
-    """Working-out and solution; no search."""
-    return Tags(_init_prompt(settings), WORKING_OUT, SOLUTION, search=None, information=None, **_reading(settings))
+    """Returns working-out and solution, without search."""
+    return Tags(
+        _init_prompt(settings),
+        think=WORKING_OUT,
+        answer=SOLUTION,
+        search=None,
+        information=None,
+        **_reading(settings),
+    )
 
 
 def _reading(settings: ProtocolSettings) -> dict:
@@ -223,4 +285,5 @@ def _reading(settings: ProtocolSettings) -> dict:
 
 def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:
     refuse_step_prompt(settings)
-    return opening_prompt(read_template(prompt_file(settings, "init_prompt"), "question", optional), settings)
+    template = read_template(prompt_file(settings, "init_prompt"), placeholder="question", optional=optional)
+    return opening_prompt(template, settings)

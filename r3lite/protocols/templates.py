@@ -11,44 +11,60 @@ from r3lite.settings import ProtocolSettings
 
 
 def prompt_file(settings: ProtocolSettings, which: str) -> str | None:
-    """The prompt file that the settings name, or the format's own; None if it has no such prompt."""
-    name = "tags/graph" if settings.search_graph and settings.format == "tags" else settings.format
-    own = f"prompts/{'' if name == 'r3' else f'{name}/'}{which}.txt"
-    return getattr(settings, which) or (own if shipped(own).exists() else None)
+    """Returns the prompt file that the settings name, or the format's own; None if the format has no such prompt.
+
+    `which` is the name of the setting: `init_prompt` or `step_prompt`.
+    """
+    named_file = getattr(settings, which)
+    if named_file:
+        return named_file
+    folder = f"prompts/{settings.format}"
+    if settings.format == "r3":
+        folder = "prompts"
+    elif settings.format == "tags" and settings.search_graph:
+        folder = "prompts/tags/graph"
+    path = f"{folder}/{which}.txt"
+    if shipped(path).exists():
+        return path
+    return None
 
 
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:
-    """The text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
+    """Returns the text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
     text = read_prompt(name)
-    check_placeholders(f"prompt file {place_of(name)}", text, placeholder, optional)
+    check_placeholders(f"prompt file {place_of(name)}", text, placeholder=placeholder, optional=optional)
     return text
 
 
-def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[str, ...] = ()) -> None:
+def check_placeholders(name: str, text: str, placeholder: str, optional: tuple[str, ...] = ()) -> None:
     """Raises R3LiteError unless a prompt has `placeholder` once and no other but the `optional` ones."""
-    found = placeholders(text)
-    if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
-        allowed = "".join(f", optionally {{{other}}}" for other in optional)
+    present = placeholders(text)
+    if present.count(placeholder) != 1 or set(present) - {placeholder, *optional}:
+        allowed = "".join(f", optionally {{{word}}}" for word in optional)
         remedy = f"It must have {{{placeholder}}} exactly once{allowed}, and no other word in braces."
-        raise R3LiteError(f"{what} has the placeholders {found or 'none'}", remedy)
+        raise R3LiteError(f"{name} has the placeholders {present or 'none'}", remedy)
 
 
 def place_of(name: str) -> Path:
-    """Where a prompt file is: a relative path is looked up here, then among the shipped."""
-    return Path(name) if Path(name).exists() else shipped(name)
+    """Returns the path of a prompt file: a relative one is looked up in the current folder, then in the package."""
+    if Path(name).exists():
+        return Path(name)
+    return shipped(name)
 
 
 def read_prompt(name: str) -> str:
-    """The text of a prompt file, whatever its placeholders are."""
+    """Returns the text of a prompt file, whatever its placeholders are."""
+    remedy = "Pass a UTF-8 text file."
     try:
         return place_of(name).read_text(encoding="utf-8-sig").strip()
+    except FileNotFoundError as error:
+        raise R3LiteError(f"prompt file {name} cannot be read: no such file", remedy) from error
     except (OSError, UnicodeDecodeError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Pass a UTF-8 text file.") from error
+        raise R3LiteError(f"prompt file {name} cannot be read: {error}", remedy) from error
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
-    """The messages of a prompt that opens an episode: one of the user, or a worked example before it.
+    """Returns the messages of a prompt that opens an episode: one of the user, or a worked example before it.
 
     A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns. What
     stands before the first is the beginning of it: instructions, which also hold without the example.
@@ -56,8 +72,10 @@ def messages(prompt: str) -> list[dict[str, str]]:
     instructions, *parts = re.split(r"^\[(user|assistant)\]\n", prompt, flags=re.MULTILINE)
     if not parts:
         return [{"role": "user", "content": prompt}]
-    roles, texts = parts[::2], [text.strip() for text in parts[1::2]]
-    if roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
+    roles = parts[::2]
+    texts = [text.strip() for text in parts[1::2]]
+    alternating = ["user"] + ["assistant", "user"] * (len(roles) // 2)
+    if roles != alternating or not all(texts):
         remedy = "Alternate [user] and [assistant], with [user] first and last."
         raise R3LiteError("the lines [user] and [assistant] in the opening prompt do not alternate", remedy)
     if "{question}" not in texts[-1]:
@@ -67,11 +85,13 @@ def messages(prompt: str) -> list[dict[str, str]]:
 
 
 def opening_prompt(prompt: str, settings: ProtocolSettings) -> str:
-    """An opening prompt as the settings want it: whole, or without its worked example."""
+    """Returns an opening prompt as the settings want it: whole, or without its worked example."""
     if settings.worked_example:
         return prompt
     instructions, *parts = re.split(r"^\[user\]\n", prompt, flags=re.MULTILINE)
-    return f"{instructions.strip()}\n\n{parts[-1]}".strip() if parts else prompt
+    if not parts:
+        return prompt
+    return f"{instructions.strip()}\n\n{parts[-1]}".strip()
 
 
 def refuse_step_prompt(settings: ProtocolSettings) -> None:
@@ -82,22 +102,26 @@ def refuse_step_prompt(settings: ProtocolSettings) -> None:
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:
-    """A prompt with values for some of its placeholders; a placeholder that a value has in it stays as it is."""
+    """Returns a prompt with values for some of its placeholders; a placeholder that a value has in it stays as it
+    is."""
     return re.sub(r"\{(\w+)\}", lambda place: values.get(place[1], place[0]), prompt)
 
 
 def placeholders(text: str) -> list[str]:
-    """The words in braces of a prompt, in their order."""
+    """Returns the words in braces of a prompt, in their order."""
     return re.findall(r"\{(\w+)\}", text)
 
 
 def unfit(text: str, prompt: str) -> str | None:
-    """Why a text cannot take the place of a prompt: it lacks a placeholder of it, repeats one or has another,
-    or its messages make no chat."""
-    wanted, found = Counter(placeholders(prompt)), Counter(placeholders(text))
-    problems = [f"it lost {{{name}}}" for name in wanted if not found[name]]
-    problems += [f"it has {{{name}}} {found[name]} times" for name in wanted if found[name] > wanted[name]]
-    problems += [f"it has {{{name}}}, which the first prompt does not have" for name in found if name not in wanted]
+    """Returns why a text cannot take the place of a prompt; None if it can.
+
+    It cannot if it lacks a placeholder of the prompt, repeats one or has another, or if its messages make no chat.
+    """
+    wanted = Counter(placeholders(prompt))
+    present = Counter(placeholders(text))
+    problems = [f"it lost {{{name}}}" for name in wanted if not present[name]]
+    problems += [f"it has {{{name}}} {present[name]} times" for name in wanted if present[name] > wanted[name]]
+    problems += [f"it has {{{name}}}, which the first prompt does not have" for name in present if name not in wanted]
     try:
         messages(text)
     except R3LiteError as error:

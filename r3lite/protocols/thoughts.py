@@ -19,34 +19,49 @@ class Thoughts:
     in_format: bool
 
     def are_opened(self, tokens: Sequence[int], start: int) -> bool:
-        """Whether the template has opened a thought just before the token at `start`."""
+        """Returns whether the template has opened a thought just before the token at `start`."""
+        if not self.tokenizer.opens_thought:
+            return False
         opening = self.tokenizer.opening
-        return self.tokenizer.opens_thought and list(tokens[max(0, start - len(opening)) : start]) == opening
+        tokens_before = tokens[max(0, start - len(opening)) : start]
+        return list(tokens_before) == opening
 
     def read(self, tokens: Sequence[int], start: int) -> str:
-        """The text of the turn that begins at `start` after its thought; empty until the thought has ended.
+        """Returns the text of the turn that begins at `start` after its thought; empty until the thought has ended.
 
-        If the format itself has <think>, the thought is kept.
+        If the format itself has <think>, the thought stays.
         """
         text = self.tokenizer.decode(tokens[start:]).removeprefix(self.tokenizer.lead)
-        opened = self.are_opened(tokens, start)
+        is_opened = self.are_opened(tokens, start)
         if self.in_format:
-            return THINK * opened + text
-        thought, _, rest = text.partition(THOUGHT_END)
+            if is_opened:
+                return THINK + text
+            return text
+        thought, _, reply = text.partition(THOUGHT_END)
         # A model whose thought was ended for it may think all the same, and end that by its own token.
-        thinks = opened or thought.lstrip().startswith(THINK) or self.tokenizer.thought_end_id in tokens[start:]
-        return rest.lstrip() if thinks else text
+        thinks = is_opened or thought.lstrip().startswith(THINK) or self.tokenizer.thought_end_id in tokens[start:]
+        if thinks:
+            return reply.lstrip()
+        return text
 
-    def written(self, given: Sequence[int], text: str) -> list[int]:
-        """The tokens of a turn's text as the model writes it; a thought that the template has opened is left empty."""
-        if not self.are_opened(given, len(given)):
+    def written(self, prefix: Sequence[int], text: str) -> list[int]:
+        """Returns the tokens of a turn's text as the model writes it after the tokens `prefix`.
+
+        A thought that the template has opened is left empty.
+        """
+        if not self.are_opened(prefix, len(prefix)):
             return self.tokenizer.encode_turn(text)
-        written = text.removeprefix(THINK) if self.in_format else self.end(given) + text
-        return self.tokenizer.encode_written(written)
+        if self.in_format:
+            return self.tokenizer.encode_written(text.removeprefix(THINK))
+        return self.tokenizer.encode_written(self.end(prefix) + text)
 
     def end(self, tokens: Sequence[int], start: int | None = None) -> str:
-        """The text that ends the open thought of the turn that begins at `start` (by default here), or ""."""
-        start = len(tokens) if start is None else start
+        """Returns the text that ends the open thought of the turn that begins at `start`, by default after all tokens;
+        "" if none is open."""
+        if start is None:
+            start = len(tokens)
         text = self.tokenizer.decode(tokens[start:])
-        inside = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
-        return f"\n{THOUGHT_END}\n\n" if inside and THOUGHT_END not in text else ""
+        is_inside = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
+        if is_inside and THOUGHT_END not in text:
+            return f"\n{THOUGHT_END}\n\n"
+        return ""

@@ -29,18 +29,27 @@ from r3lite.protocols.tokenizer_files import (
     special_tokens,
 )
 
-# Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
-PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
+# The roles of chats whose tokens must be those of the rendered template, up to the assistant's turn.
+PROBES = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant", "user"),
+    ("system", "user", "assistant", "user"),
+)
 THOUGHT_ENDS = (THINK, THOUGHT_END)
 Messages = Sequence[dict[str, str]]  # of `role` and `content`
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
-    """A second tokenizer, which encodes markup as plain text. Both share the vocabulary, which takes long to read."""
+    """Returns a second tokenizer, which encodes markup as plain text.
+
+    Both share the vocabulary, which takes long to read.
+    """
     plain = Backend(marked.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (value := getattr(marked, part)) is not None:
-            setattr(plain, part, value)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        component = getattr(marked, name)
+        if component is not None:
+            setattr(plain, name, component)
     return plain
 
 
@@ -56,7 +65,7 @@ class Tokenizer:
     other_class: str | None = None
 
     def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
-        """From the text of a `tokenizer.json` that has the template's special tokens."""
+        """`definition` is the text of a `tokenizer.json` that has the template's special tokens."""
         self._marked = Backend.from_str(definition)
         self._plain = _without_added_tokens(self._marked)
         for backend in (self._marked, self._plain):
@@ -68,32 +77,46 @@ class Tokenizer:
         self.thought_end_id = self._added.get(THOUGHT_END)
         # What `decode` leaves out. The ends of a thought are read even from a tokenizer that calls them special.
         self._unread = {id for id, token in added.items() if token.special and token.content not in THOUGHT_ENDS}
-        markup = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
-        self._markup = re.compile(f"({markup or '(?!)'})")
+        longest_first = sorted(self._added, key=len, reverse=True)
+        any_token = "|".join(map(re.escape, longest_first))
+        self._markup = re.compile(f"({any_token or '(?!)'})")
         # SentencePiece writes a space before a text; one that goes on is encoded after this, which is then removed.
-        before = self._plain.encode("\n", add_special_tokens=False).ids
-        after = self._plain.encode("\na", add_special_tokens=False).ids
-        alone = self._plain.encode("a", add_special_tokens=False).ids
-        self._anchor = before if after != [*before, *alone] else None
+        line_break = self._plain.encode("\n", add_special_tokens=False).ids
+        letter = self._plain.encode("a", add_special_tokens=False).ids
+        letter_on_line = self._plain.encode("\na", add_special_tokens=False).ids
+        self._anchor = None
+        if letter_on_line != [*line_break, *letter]:
+            self._anchor = line_break
         self._space_first = True  # whether that space stands after a special token, too
         self._read(template)
-        pad_id = self._marked.token_to_id(pad_token) if pad_token else None
-        self.pad_id = self.stop_id if pad_id is None else pad_id
+        self.pad_id = self.stop_id
+        if pad_token:
+            pad_id = self._marked.token_to_id(pad_token)
+            if pad_id is not None:
+                self.pad_id = pad_id
 
     def _read(self, template: ChatTemplate) -> None:
         """Takes from the template what turns begin and end with, and refuses one whose chats do not grow by turns."""
         self.template = template
-        first, to_assistant, to_user, self._prompt = template.gaps(("user", "assistant", "user"), prompt=True)
-        alone = template.gaps(("user",), prompt=True)
+        gaps = template.gaps(("user", "assistant", "user"), prompt=True)
+        first, to_assistant, to_user, self._prompt = gaps
+        gaps_of_one = template.gaps(("user",), prompt=True)
         tail, stop, self._to_user = self._until_token(to_user)
-        self.lead = to_assistant.removeprefix(self._prompt) if to_assistant.startswith(self._prompt) else ""
-        grows = alone == (first, self._prompt) and stop and not tail.strip() and not self.lead.strip()
-        if not grows or not (self.lead or self._prompt.startswith(to_assistant)):
-            texts = "...".join(alone), "...".join((first, to_assistant, to_user, self._prompt))
-            cause = f"{template.where}: the chat template writes {texts[0]!r} for 1 message and {texts[1]!r} for 3"
-            wanted = "it must append turns and end each assistant turn with a token"
-            raise R3LiteError(f"{cause}; {wanted}", TEMPLATE_REMEDY)
-        self.stop, self.stop_id = stop, self._added[stop]
+        self.lead = ""
+        if to_assistant.startswith(self._prompt):
+            self.lead = to_assistant.removeprefix(self._prompt)
+        ends_turn = stop and not tail.strip()
+        opens_turn = not self.lead.strip() and (self.lead or self._prompt.startswith(to_assistant))
+        if gaps_of_one != (first, self._prompt) or not ends_turn or not opens_turn:
+            one_message = "...".join(gaps_of_one)
+            three_messages = "...".join(gaps)
+            cause = (
+                f"{template.where}: the chat template writes {one_message!r} for 1 message and {three_messages!r} for 3"
+                "; it must append turns and end each assistant turn with a token"
+            )
+            raise R3LiteError(cause, TEMPLATE_REMEDY)
+        self.stop = stop
+        self.stop_id = self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
         self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
@@ -102,24 +125,33 @@ class Tokenizer:
             self._trims.add("system")
 
     def _grows_after_system(self) -> bool:
-        """Whether the template writes a system message first; if not, it is put before the first user message."""
+        """Returns whether the template writes a system message first; if not, it is put before the first user
+        message."""
         try:
             short = self.template.gaps(("system", "user"), prompt=True)
             long = self.template.gaps(("system", "user", "assistant", "user"), prompt=True)
         except R3LiteError:
             return False
-        return long[:2] == short[:2] and long[2:] == self.template.gaps(("user", "assistant", "user"), prompt=True)[1:]
+        without_system = self.template.gaps(("user", "assistant", "user"), prompt=True)
+        return long[:2] == short[:2] and long[2:] == without_system[1:]
 
     def _until_token(self, text: str) -> tuple[str, str, str]:
-        """A text up to its first special token, that token, and what follows; the last two are empty without one."""
-        before, *more = self._markup.split(text, maxsplit=1)
-        return (before, *more) if more else (before, "", "")
+        """Returns a text up to its first special token, that token, and the text after it.
+
+        The last two are empty if it has none.
+        """
+        parts = self._markup.split(text, maxsplit=1)
+        if len(parts) == 1:
+            return text, "", ""
+        start, token, end = parts
+        return start, token, end
 
     @classmethod
     def load(cls, folder: str | Path, thinking: str = "auto") -> "Tokenizer":
-        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable.
+        """Returns the tokenizer of a model folder, from its `tokenizer.json` and `tokenizer_config.json`.
 
         `thinking` is the value of --thinking: `auto` is off if the template has a switch, else as the template has it.
+        Raises R3LiteError if the files are unusable.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -129,24 +161,26 @@ class Tokenizer:
         source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
-        template = ChatTemplate(source, str(folder), tokens, thinking == "on")
+        template = ChatTemplate(source, str(folder), tokens=tokens, thinking=thinking == "on")
         text = probe()
         with library_errors(path):
             tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
-            given_back = tokenizer.decode(tokenizer.encode(text))
+            decoded = tokenizer.decode(tokenizer.encode(text))
         check_ids(record, tokenizer._marked)
-        if given_back != text:
+        if decoded != text:
             remedy = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
             raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy)
         tokenizer._check_probes()
         with library_errors(path):
             tokenizer.other_class = other_class(folder, record, text)
         if tokenizer.other_class:
-            what = f"transformers 5 splits the text of {folder} by its {tokenizer.other_class}"
-            print(f"warning: {what}, so its tokens differ; r3lite follows {path.name}", file=sys.stderr)
+            difference = f"transformers 5 splits the text of {folder} by its {tokenizer.other_class}"
+            print(f"warning: {difference}, so its tokens differ; r3lite follows {path.name}", file=sys.stderr)
         thinks = tokenizer.opens_thought
-        if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
-            thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
+        if thinking == "on" and not thinks:
+            # Qwen3 opens no thought; with thinking off, its turns begin with an empty one.
+            without_thinking = ChatTemplate(source, str(folder), tokens)
+            thinks = tokenizer._prompt != without_thinking.gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
             raise R3LiteError(f"the chat template in {folder} does not support --thinking {thinking}", "Remove it.")
         return tokenizer
@@ -159,52 +193,65 @@ class Tokenizer:
             text = self.template.render(self.folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
             self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
-            if (ids := self.chat(messages, prompt=True)[0]) != expected:
+            ids = self.chat(messages, prompt=True)[0]
+            if ids != expected:
                 ours = f"r3lite writes {', '.join(roles)} as {self._marked.decode(ids, False)!r}"
                 raise R3LiteError(f"{self.template.where}: {ours}, the chat template as {text!r}", TEMPLATE_REMEDY)
 
     @property
     def fingerprint(self) -> str:
-        """CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
-        tokens = sorted(self._marked.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        """The CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
+        vocabulary = self._marked.get_vocab(with_added_tokens=True)
+        tokens = sorted(vocabulary.items(), key=lambda entry: entry[1])
         return f"{zlib.crc32(repr(tokens).encode()):08x}"
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those of `tokenizer_config.json` by name, with the end of a turn and the padding that training uses."""
-        given = {name: self.template.variables[name] for name in SPECIAL if name in self.template.variables}
-        return given | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
+        """The special tokens of `tokenizer_config.json` by name, with the end of a turn and the padding of training."""
+        variables = self.template.variables
+        tokens = {name: variables[name] for name in SPECIAL if name in variables}
+        return tokens | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text that goes on after other text, never special tokens: markup in it is text, too."""
+        """Returns the token ids of plain text that goes on after other text.
+
+        They are never special tokens: markup in it is text, too.
+        """
         if self._anchor is None:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
 
     def markup_in(self, text: str) -> str | None:
-        """The first markup in a text, if it has any."""
-        found = self._markup.search(text)
-        return found and found[0]
+        """Returns the first markup in a text; None if it has none."""
+        match = self._markup.search(text)
+        if match is None:
+            return None
+        return match[0]
 
     def encode_turn(self, text: str) -> list[int]:
-        """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
+        """Returns the token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
         return self.encode_written(self.lead + text)
 
     def encode_written(self, text: str) -> list[int]:
-        """Token ids of what a model writes: as `encode`, but <think> and </think> are tokens if the vocabulary has them
-        (Qwen3, R1 distills)."""
+        """Returns the token ids of what a model writes.
+
+        They are those of `encode`, but <think> and </think> are tokens if the vocabulary has them (Qwen3, R1 distills).
+        """
         if not self._added.keys() >= {*THOUGHT_ENDS}:
             return self.encode(text)
-        first, *others = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
-        rest = [[self._added[end], *self._after_token(piece)] for end, piece in zip(others[::2], others[1::2])]
-        return self.encode(first) + [token for tokens in rest for token in tokens]
+        first, *pieces = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
+        ids = list(self.encode(first))
+        for thought_end, piece in zip(pieces[::2], pieces[1::2]):
+            ids.append(self._added[thought_end])
+            ids += self._after_token(piece)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens and ids that no token has."""
+        """Returns the text of token ids, without special tokens and ids that no token has."""
         return self._marked.decode([id for id in ids if id not in self._unread], skip_special_tokens=False)
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """`text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
+        """Returns `text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
         encoding = self._plain.encode(text, add_special_tokens=False)
         count = max_tokens
         while len(encoding.ids) > max_tokens:
@@ -218,22 +265,31 @@ class Tokenizer:
         return text
 
     def open_chat(
-        self, user: str, system: str | None = None, earlier: Messages = (), shots: Messages = ()
+        self,
+        user: str,
+        system: str | None = None,
+        earlier: Messages = (),
+        shots: Messages = (),
     ) -> list[int]:
-        """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
+        """Returns the tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier
+        messages.
 
         Its system message is that of `earlier`, else `system`, else the template's default; `shots`, the messages of
         the example, stand after it. See `chat` for what messages are. Earlier replies lose their thoughts if the
         template removes them; the example, which shows a format, keeps its own.
         """
         earlier = [self._shortened(message) for message in earlier]
-        of_earlier = list(earlier[:1]) if earlier and earlier[0]["role"] == "system" else []
-        head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
-        messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
+        head = []
+        if earlier and earlier[0]["role"] == "system":
+            head = [earlier.pop(0)]
+        elif system is not None:
+            head = [{"role": "system", "content": system}]
+        messages = [*head, *shots, *earlier, {"role": "user", "content": user}]
         return self.chat(messages, prompt=True)[0]
 
     def chat_text(self, messages: Messages) -> str:
-        """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
+        """Returns the text of a chat up to the assistant's turn, without the token that a tokenizer puts before each
+        text."""
         return self.template.render(self.folded(messages), prompt=True).removeprefix(self.first)
 
     @property
@@ -243,92 +299,114 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """Tokens between a user message and the assistant's turn."""
+        """The tokens between a user message and the assistant's turn."""
         return self.encode_marked([self._prompt])
 
     def assistant_turn(self) -> list[int]:
-        """Tokens after the end of an assistant turn that open another one."""
-        after = self._until_token(self.template.gaps(("user", "assistant"), prompt=True)[-1])[2]
-        return self.encode_marked([after])
+        """Returns the tokens after the end of an assistant turn that open another one."""
+        gaps = self.template.gaps(("user", "assistant"), prompt=True)
+        _, _, next_turn = self._until_token(gaps[-1])
+        return self.encode_marked([next_turn])
 
     def user_turn(self, text: str) -> list[int]:
-        """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
-        return self.encode_marked([self._to_user, text.strip() if "user" in self._trims else text, self._prompt])
+        """Returns the tokens after the end of an assistant turn: a user turn and the opening of the next assistant
+        turn."""
+        if "user" in self._trims:
+            text = text.strip()
+        return self.encode_marked([self._to_user, text, self._prompt])
 
     def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation of `role` and `content`, and which of them are to be trained on.
+        """Returns the tokens [T] of a whole conversation of `role` and `content`, and for each of them whether it is
+        trained on [T].
 
-        They are the contents of the assistant's turns and the tokens that end them, unless `train` is False there.
-        Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt` the
-        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off, and replies
-        of `unlike_written` are as the template has them, and not trained on.
+        Trained on are the contents of the assistant's turns and the tokens that end them, unless `train` is False
+        there. Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt`
+        the assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off, and
+        replies of `unlike_written` are as the template has them, and not trained on.
         """
         for message in messages:
             if message["role"] not in ROLES:
                 raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
         messages = self.folded(messages)
-        untrained = set() if prompt else self.unlike_written(messages)
-        roles = tuple(message["role"] for message in messages)
-        gaps = self.template.gaps(roles, prompt)
-        parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
-        given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
+        changed: set[int] = set()
+        if not prompt:
+            changed = self.unlike_written(messages)
+        gaps = self.template.gaps(tuple(message["role"] for message in messages), prompt)
+        ids: list[int] = []
+        trained: list[bool] = []
+
+        def add(tokens: list[int], are_trained: bool) -> None:
+            ids.extend(tokens)
+            trained.extend([are_trained] * len(tokens))
+
+        texts = [gaps[0]]  # markup and contents in turn, since the last turn of the assistant
         for number, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
-            if message["role"] == "assistant":
-                trained = message.get("train", True)
-                if number in untrained:
-                    trained = False
-                    message = self._shortened(message)
-                content = self._content(message)
-                opening = given[-1].removesuffix(self.lead)
-                content = given[-1][len(opening) :] + content
-                if not prompt and number not in untrained:
-                    opening, content = self._with_thought(opening, content)
-                tail, stop, gap = self._until_token(gap)
-                said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
-                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, trained)]
-                given = [gap]
-            else:
-                given += [self._content(message), gap]
-        parts.append((self.encode_marked(given), False))
-        return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
+            if message["role"] != "assistant":
+                texts += [self._content(message), gap]
+                continue
+            if number in changed:
+                message = self._shortened(message)
+            opening = texts[-1].removesuffix(self.lead)
+            lead = texts[-1][len(opening) :]
+            content = lead + self._content(message)
+            if not prompt and number not in changed:
+                opening, content = self._with_thought(opening, content)
+            tail, stop, gap = self._until_token(gap)
+            turn = self.encode_written(content + tail)
+            if stop:
+                turn.append(self._added[stop])
+            add(self.encode_marked([*texts[:-1], opening]), False)
+            add(turn, number not in changed and message.get("train", True))
+            texts = [gap]
+        add(self.encode_marked(texts), False)
+        return ids, trained
 
     def unlike_written(self, messages: Messages) -> set[int]:
-        """The numbers of the replies that stand otherwise before a later user message than they were written.
+        """Returns the numbers of the replies that stand otherwise before a later user message than they were written.
 
         Templates of thinking models remove the thoughts of earlier replies, so that what follows is sampled without
         them; R1's removes even the beginning of an empty one. Raises R3LiteError for a thought that is switched off.
         """
-        last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-        unlike = set()
+        last_user = -1
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                opening, written = self._with_thought("", self._content(message))
-                if number < last_user and opening + written != self._content(self._shortened(message)):
-                    unlike.add(number)
-        return unlike
+            if message["role"] == "user":
+                last_user = number
+        changed = set()
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opening, reply = self._with_thought("", self._content(message))
+            if number < last_user and opening + reply != self._content(self._shortened(message)):
+                changed.add(number)
+        return changed
 
     def _content(self, message: dict[str, str]) -> str:
-        """The content of a message as the template writes it."""
-        return message["content"].strip() if message["role"] in self._trims else message["content"]
+        """Returns the content of a message as the template writes it."""
+        if message["role"] in self._trims:
+            return message["content"].strip()
+        return message["content"]
 
     def _shortened(self, message: dict[str, str]) -> dict[str, str]:
-        """A message as the template writes it before a later user message."""
+        """Returns a message as the template writes it before a later user message."""
         if message["role"] != "assistant":
             return message
         return {**message, "content": self.template.earlier(message["content"])}
 
     def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
-        """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have
-        begun the thought."""
+        """Returns the opening of an assistant turn and the text that the assistant wrote after it, as after
+        `open_chat`, which may have opened a thought."""
         thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
         if thinks:
             self.check_thinking()
             opening = EMPTY_THOUGHT.sub("", opening)
         if not self.opens_thought:
             return opening, text
-        begun = self._prompt[self._prompt.index(THINK) :]
-        text = text.lstrip().removeprefix(THINK).lstrip("\n") if thinks else f"\n{THOUGHT_END}\n\n{text}"
-        return opening + begun, text
+        thought_opening = self._prompt[self._prompt.index(THINK) :]
+        if thinks:
+            text = text.lstrip().removeprefix(THINK).lstrip("\n")
+        else:
+            text = f"\n{THOUGHT_END}\n\n{text}"
+        return opening + thought_opening, text
 
     def check_thinking(self) -> None:
         """Raises R3LiteError if the template ends the thought of each turn before it begins."""
@@ -337,30 +415,40 @@ class Tokenizer:
             raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
 
     def folded(self, messages: Messages) -> Messages:
-        """Messages with the system message before the first user message, if the template has no place for it."""
+        """Returns messages with the system message before the first user message, if the template has no place for
+        it."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages
-        system, *others = messages
-        if others and others[0]["role"] == "user":
-            return [{"role": "user", "content": f"{system['content']}\n\n{others[0]['content']}"}, *others[1:]]
-        return [{"role": "user", "content": system["content"]}, *others]
+        system, *turns = messages
+        text = system["content"]
+        if turns and turns[0]["role"] == "user":
+            user = turns.pop(0)
+            text = f"{text}\n\n{user['content']}"
+        return [{"role": "user", "content": text}, *turns]
 
     def encode_marked(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of markup and contents in turn, beginning with markup.
+        """Returns the tokens of markup and contents in turn, beginning with markup.
 
         Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.
         """
-        ids, run = [], ""
+        ids: list[int] = []
+        text_run = ""  # the text since the last special token
         for number, text in enumerate(texts):
-            for piece in [text] if number % 2 else self._markup.split(text):
-                if number % 2 or piece not in self._added:
-                    run += piece
-                else:
-                    ids, run = [*ids, *self._after_token(run), self._added[piece]], ""
-        return ids + self._after_token(run)
+            is_content = number % 2 == 1
+            if is_content:
+                text_run += text
+                continue
+            for piece in self._markup.split(text):
+                if piece not in self._added:
+                    text_run += piece
+                    continue
+                ids += self._after_token(text_run)
+                ids.append(self._added[piece])
+                text_run = ""
+        return ids + self._after_token(text_run)
 
     def _after_token(self, text: str) -> list[int]:
-        """Token ids of text that follows a special token."""
+        """Returns the token ids of text that follows a special token."""
         if not text or not self._space_first:
             return self.encode(text)
         return self._plain.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""What transformers makes of a tokenizer: since version 5 some of its classes split text by a rule of their own.
+"""The tokenizer classes of transformers: since version 5 some of them split text by a rule of their own.
 
 Such a class takes vocabulary and merges from `tokenizer.json` and ignores the file's rule; version 4, llama.cpp and
 r3lite follow the file. The rules are those of transformers 5.24.
@@ -13,7 +13,9 @@ from tokenizers import Tokenizer as Backend
 from r3lite.core.files import read_record
 from r3lite.core.records import Record
 
-QWEN2, GPT2, LLAMA = "Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer"
+QWEN2 = "Qwen2Tokenizer"
+GPT2 = "GPT2Tokenizer"
+LLAMA = "LlamaTokenizer"
 FOLLOWS_THE_FILE = "PreTrainedTokenizerFast"  # the class that does, in versions 4 and 5
 ALWAYS = {"qwen2": QWEN2}  # by model type, whatever class the folder names
 UNNAMED = {"qwen3": QWEN2}  # by model type, if the folder names none
@@ -26,7 +28,8 @@ PIECES = ("Who, in 1987 and 12345?", "I'LL go\n\n  but don't.", " x\t y", "\nThe
 
 
 def other_class(folder: Path, definition: Record, text: str) -> str | None:
-    """The class by which transformers gives other tokens than the folder's `tokenizer.json`; None if there is none.
+    """Returns the class by which transformers gives other tokens than the folder's `tokenizer.json`; None if there is
+    none.
 
     Both encode PIECES between special tokens, and `text`.
     """
@@ -35,34 +38,45 @@ def other_class(folder: Path, definition: Record, text: str) -> str | None:
     changes = _rule(name, config, definition.values)
     if changes is None:
         return None
-    theirs = definition.values | changes
+    changed = definition.values | changes
     model = definition.values.get("model")
     if isinstance(model, dict) and model.get("ignore_merges"):
-        theirs["model"] = model | {"ignore_merges": False}
-    if theirs == definition.values:
+        changed["model"] = model | {"ignore_merges": False}
+    if changed == definition.values:
         return None
-    special = [
-        token.text("content") for token in definition.records("added_tokens", ()) if token.flag("special", False)
-    ]
-    between = special[0] if special else "\n"
-    probe = between.join([*PIECES, text])
-    ids = [Backend.from_str(json.dumps(values)).encode(probe).ids for values in (definition.values, theirs)]
-    return name if ids[0] != ids[1] else None
+    added_tokens = definition.records("added_tokens", ())
+    special_tokens = [token.text("content") for token in added_tokens if token.flag("special", False)]
+    separator = "\n"
+    if special_tokens:
+        separator = special_tokens[0]
+    probe = separator.join([*PIECES, text])
+    ids_of_file = Backend.from_str(json.dumps(definition.values)).encode(probe).ids
+    ids_of_class = Backend.from_str(json.dumps(changed)).encode(probe).ids
+    if ids_of_file == ids_of_class:
+        return None
+    return name
 
 
 def class_of(folder: Path, config: Record) -> str:
-    """The class that transformers takes for a folder with this `tokenizer_config.json`; "" for its general one."""
+    """Returns the class that transformers takes for a folder with this `tokenizer_config.json`; "" for its general
+    one."""
     path = folder / "config.json"
-    model_type = read_record(path, "").values.get("model_type") if path.is_file() else None
+    model_type = None
+    if path.is_file():
+        model_type = read_record(path, "").values.get("model_type")
     if model_type in NEVER:
         return ""
-    named = config.values.get("tokenizer_class")
-    name = named.removesuffix("Fast") if isinstance(named, str) else UNNAMED.get(model_type, "")
+    name = config.values.get("tokenizer_class")
+    if isinstance(name, str):
+        name = name.removesuffix("Fast")
+    else:
+        name = UNNAMED.get(model_type, "")
     return ALWAYS.get(model_type, name)
 
 
 def _rule(name: str, config: Record, definition: dict[str, Any]) -> dict[str, Any] | None:
-    """The keys of a `tokenizer.json` in which the class `name` has a rule of its own; None if it follows the file."""
+    """Returns the keys of a `tokenizer.json` in which the class `name` has a rule of its own; None if it follows the
+    file."""
     if name == QWEN2:
         words = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
         pieces = [words, _byte_level(use_regex=False)]

@@ -1,4 +1,4 @@
-"""The files of a model folder's tokenizer: what they say of special tokens, of the chat template and of token ids."""
+"""The files of a model folder's tokenizer: its special tokens, its chat template and its token ids."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,24 +16,33 @@ REMEDY = "A model folder needs {}; copy it from the model's source."
 
 
 def probe() -> str:
-    """A text that a tokenizer must give back as it was.
+    """Returns a text that a tokenizer must give back as it was.
 
     It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
     SmolLM2's vocabulary leaves out; and no character that NFC changes.
     """
-    places = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
-    characters = (char for char in map(chr, places) if is_normalized("NFC", char) and not combining(char))
+    code_points = [9, 10, 13]
+    code_points += range(0x20, 0x7F)
+    code_points += range(0xA0, 0x800)
+    code_points += range(0x800, 0xD800, 0x3F1)
+    code_points += [0xE001, 0xF001, 0x1F469]
+    characters = []
+    for code_point in code_points:
+        character = chr(code_point)
+        if is_normalized("NFC", character) and not combining(character):
+            characters.append(character)
     return '\t"Blue Harbor" (1987):' + "".join(characters)
 
 
 def vocabulary_of(folder: Path) -> int:
-    """The `size` of a folder's tokenizer, which is not built for it: that takes seconds."""
+    """Returns the `size` of a folder's tokenizer, which is not built for it: that takes seconds."""
     record = read_record(folder / "tokenizer.json", REMEDY.format("tokenizer.json"))
-    added = [token.whole("id") for token in record.records("added_tokens", ())]
-    words = record.record("model").record("vocab")
-    if not words.values:
+    ids = [token.whole("id") for token in record.records("added_tokens", ())]
+    vocabulary = record.record("model").record("vocab")
+    if not vocabulary.values:
         raise record.error("model.vocab is missing")
-    return max([*added, *map(words.whole, words.values)]) + 1
+    ids += map(vocabulary.whole, vocabulary.values)
+    return max(ids) + 1
 
 
 @contextlib.contextmanager
@@ -51,28 +60,37 @@ def check_ids(definition: Record, backend: Backend) -> None:
     """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
     for token in definition.records("added_tokens", []):
         # The library gives an id of its own to a token whose id does not follow the others.
-        content, id = token.text("content"), token.whole("id")
-        if backend.token_to_id(content) != id:
-            raise token.error(f"{token.path}id is {id}, but {content!r} has the id {backend.token_to_id(content)}")
+        content = token.text("content")
+        id = token.whole("id")
+        library_id = backend.token_to_id(content)
+        if library_id != id:
+            raise token.error(f"{token.path}id is {id}, but {content!r} has the id {library_id}")
     ids = backend.get_vocab(with_added_tokens=True).values()
     if len(set(ids)) < len(ids):
         raise definition.error("two tokens have the same id")
 
 
 def chat_template(folder: Path, config: Record) -> str:
-    """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
-    if (folder / "chat_template.jinja").exists():
-        return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))
+    """Returns the chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_text(path, REMEDY.format("chat_template.jinja"))
     if not isinstance(config.values.get("chat_template"), list):
         return config.text("chat_template", "", blank=True)
-    named = {t.text("name"): t.text("template", blank=True) for t in config.records("chat_template")}
-    return named.get("default", "")
+    by_name = {}
+    for record in config.records("chat_template"):
+        by_name[record.text("name")] = record.text("template", blank=True)
+    return by_name.get("default", "")
 
 
 def special_tokens(config: Record) -> dict[str, str]:
-    """The special tokens of a `tokenizer_config.json` that it has: each is text, or an object with its content."""
-    found = {}
+    """Returns the special tokens that a `tokenizer_config.json` has: each is text, or an object with its content."""
+    tokens = {}
     for name in SPECIAL:
-        is_object = isinstance(config.values.get(name), dict)
-        found[name] = config.record(name).text("content") if is_object else config.text(name, None)
-    return {name: token for name, token in found.items() if token is not None}
+        if isinstance(config.values.get(name), dict):
+            token = config.record(name).text("content")
+        else:
+            token = config.text(name, None)
+        if token is not None:
+            tokens[name] = token
+    return tokens

@@ -15,18 +15,25 @@ REMEDY = "Use a model whose chat template supports tools, such as Qwen2.5-Instru
 
 
 def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[dict]) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and which of them are to be trained on, as `Tokenizer.chat` has them without tools.
+    """Returns the tokens [T] of a conversation, and for each of them whether it is trained on [T], as `Tokenizer.chat`
+    does without tools.
 
     Raises R3LiteError if the template leaves out a tool, a call, a result or a text, or if one of these holds markup,
     which could not be distinguished from the template's.
     """
-    template, ids, trained = tokenizer.template, [], []
+    template = tokenizer.template
+    rendered = template.render(messages, tools=tools)
+    _refuse_markup(tokenizer, messages, tools)
+    ids: list[int] = []
+    trained: list[bool] = []
+    position = 0  # in the rendered text: all before it is in tokens
     parts = [("tools", tool.get("function", tool)["name"]) for tool in tools]  # which the next text must have
-    whole, done = template.render(messages, tools=tools), 0
 
     def add(end: int, is_trained: bool) -> None:
-        nonlocal done
-        text, done = whole[done:end], end
+        """Adds the tokens of the rendered text from `position` to `end`."""
+        nonlocal position
+        text = rendered[position:end]
+        position = end
         for key, part in parts:
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
                 raise R3LiteError(f"{template.where}: the chat template does not write {key} ({part[:60]!r})", REMEDY)
@@ -35,34 +42,45 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
         ids.extend(tokens)
         trained.extend([is_trained] * len(tokens))
 
-    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
-    texts = [part for message in messages for _, part in parts_of(message)]
-    for text in (json.dumps([*calls, *tools], ensure_ascii=False), *texts):
-        if found := tokenizer.markup_in(text):
-            raise R3LiteError(f"a conversation with tools contains the model's markup: {found}", "Remove it.")
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = template.render(messages[:number], True, tools)
-            if not whole.startswith(start):
-                start = start.rpartition(THINK)[0]  # an empty thought, which a template may write in its last turn only
-            end = whole.find(tokenizer.stop, len(start)) + len(tokenizer.stop)
-            if not whole.startswith(start) or not done < len(start) < end:
-                raise R3LiteError(f"{template.where}: the chat template changes earlier turns with tools", REMEDY)
-            add(len(start), False)
+        if message["role"] != "assistant":
             parts += parts_of(message)
-            add(end, message.get("train", True))
-        else:
-            parts += parts_of(message)
-    add(len(whole), False)
+            continue
+        prompt = template.render(messages[:number], prompt=True, tools=tools)
+        if not rendered.startswith(prompt):
+            prompt = prompt.rpartition(THINK)[0]  # an empty thought, which a template may write in its last turn only
+        end = rendered.find(tokenizer.stop, len(prompt)) + len(tokenizer.stop)
+        if not rendered.startswith(prompt) or not position < len(prompt) < end:
+            raise R3LiteError(f"{template.where}: the chat template changes earlier turns with tools", REMEDY)
+        add(len(prompt), False)
+        parts += parts_of(message)
+        add(end, message.get("train", True))
+    add(len(rendered), False)
     return ids, trained
 
 
+def _refuse_markup(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[dict]) -> None:
+    """Raises R3LiteError if a text, a call or a tool holds the model's markup."""
+    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    texts = [json.dumps([*calls, *tools], ensure_ascii=False)]
+    for message in messages:
+        texts += [part for _, part in parts_of(message)]
+    for text in texts:
+        markup = tokenizer.markup_in(text)
+        if markup:
+            raise R3LiteError(f"a conversation with tools contains the model's markup: {markup}", "Remove it.")
+
+
 def parts_of(message: dict) -> Iterator[tuple[str, str]]:
-    """The texts of a message that a template must write, with the keys that they are from."""
+    """Yields the texts of a message that a template must write, with the keys that they are from."""
     thought, _, text = message["content"].rpartition(THOUGHT_END)
     yield "content", text.strip()
     yield "reasoning_content", thought.removeprefix(THINK).strip()
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        said = [value for value in function["arguments"].values() if isinstance(value, str)]
-        yield from (("tool_calls", part) for part in (function["name"], *function["arguments"], *said))
+        yield "tool_calls", function["name"]
+        for name in function["arguments"]:
+            yield "tool_calls", name
+        for value in function["arguments"].values():
+            if isinstance(value, str):
+                yield "tool_calls", value

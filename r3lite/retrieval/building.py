@@ -1,8 +1,8 @@
-"""What the command index does: builds an index folder of a corpus that need not fit into memory, changes one, or fills
-a collection of a server. A build goes on after a kill.
+"""The work of the command index: builds an index folder of a corpus that need not fit into memory, changes one, or
+fills a collection of a server. A build goes on after a kill.
 
 The work is in `.<name>.build` beside the folder: the passages are written there, then their vectors, a block at a time;
-of these the index is made, and the whole takes the folder's place. A block that is on the disk is not encoded again.
+of these the index is made, and the work folder takes the folder's place. A block on the disk is not encoded again.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ from r3lite.core.files import check_writable, move, names_in, read_record, read_
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
-from r3lite.retrieval.documents.folder import Folder, read_folder
+from r3lite.retrieval.documents.folder import DocumentFolder, read_folder
 from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder
 from r3lite.retrieval.vectors import BLOCK, Estimate, VectorFile, build_vectors, choose, write_vectors
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 
-WAITING, PLAN = "vectors.bin", "build.json"  # vectors that wait for their index; what they are the vectors of
+WAITING = "vectors.bin"  # vectors that wait for their index
+PLAN = "build.json"  # of which passages and encoder these vectors are
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Gathered:
 
 
 def check_output(folder: str | Path) -> Path:
-    """The full path of the folder, where an index may be written: it is new, empty, or an index and nothing else.
+    """Returns the full path of a folder where an index may be written: it is new, empty, or an index and nothing else.
 
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
+    Raises R3LiteError if no index may be written there.
     """
     remedy = "Pass a new or empty folder as --output."
     with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy):
@@ -54,7 +56,9 @@ def check_output(folder: str | Path) -> Path:
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.")
-    if foreign := {n for n in names - index.OWN - {WAITING, PLAN} if not index.PARTS.fullmatch(n)}:
+    unknown = names - index.OWN - {WAITING, PLAN}
+    foreign = {name for name in unknown if not index.PARTS.fullmatch(name)}
+    if foreign:
         raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy)
     if names:
         with explained(R3LiteError, f"{folder} already exists", remedy):
@@ -68,9 +72,9 @@ def _old(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gathered]:
-    """The passages, written one at a time where the index of `folder` is built.
+    """Yields the passages, written one at a time where the index of `folder` is built.
 
-    What is there stays at an error if it has vectors, which cost time: the next start goes on with them.
+    After an error the work folder stays if it has vectors, which cost time: the next start goes on with them.
     """
     folder = check_output(folder)
     work = folder.with_name(f".{folder.name}.build")
@@ -78,42 +82,48 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     sweep(work)
     try:
         fingerprint = write_passages(work, documents)
-        with contextlib.closing(Passages(work, None, np.empty(0, np.int64), "")) as passages:
-            yield Gathered(folder, work, passages, fingerprint)
+        none_deleted = np.empty(0, np.int64)
+        work_passages = Passages(work, places=None, deleted=none_deleted, remedy="")
+        with contextlib.closing(work_passages) as passages:
+            yield Gathered(folder, work=work, passages=passages, fingerprint=fingerprint)
     finally:
         if not (work / WAITING).exists():
             shutil.rmtree(work, ignore_errors=True)
 
 
 def replaces(build: Gathered, encoder: Encoder) -> bool:
-    """Whether the folder holds an index already; R3LiteError if of another corpus or encoder."""
-    folder, remedy = build.folder, "Pass another --output, or delete that index first."
+    """Returns True if the folder has an index already; raises R3LiteError if it is of another corpus or encoder."""
+    folder = build.folder
+    remedy = "Pass another --output, or delete that index first."
     if not (folder / index.MANIFEST).exists():
         return False
-    kept = index.read_manifest(folder)
-    for key, now in ((key, encoder.settings.get(key)) for key in ("encoder", "style")):
-        if (then := kept.text(key, None)) != now:
-            raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
-    if kept.text("fingerprint") != build.fingerprint:
+    manifest = index.read_manifest(folder)
+    for key in ("encoder", "style"):
+        existing = manifest.text(key, None)
+        requested = encoder.settings.get(key)
+        if existing != requested:
+            raise R3LiteError(f"{folder} holds an index with {key} {existing}, not {requested}", remedy)
+    if manifest.text("fingerprint") != build.fingerprint:
         raise R3LiteError(f"{folder} holds an index of another corpus, or of an older version of this one", remedy)
     return True
 
 
 def encode(build: Gathered, encoder: Encoder, kind: str) -> int:
-    """Writes the vectors that are not on the disk yet; returns how many there were.
+    """Writes the vectors that are not on the disk yet; returns how many were there.
 
-    Blocks are the same after a kill as without one, and so are their bytes. R3LiteError if the vectors that are there
-    are of other passages or another encoder.
+    Blocks are the same after a kill as without one, and so are their bytes. Raises R3LiteError if the vectors that are
+    there are of other passages or another encoder.
     """
     waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
-    kept = _kept(build, encoder, waiting)
-    for vectors in index.encoded(encoder, build.passages, kept):
+    reused = _reuse(build, encoder, waiting)
+    for vectors in index.encoded(encoder, build.passages, reused):
         waiting.append(vectors)
-    return kept
+    return reused
 
 
-def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
-    """Vectors of an earlier start of the same build that are used; what is behind their last whole block is cut off."""
+def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
+    """Cuts the vectors of an earlier start of the same build off behind their last complete block; returns how many
+    remain."""
     plan = {"fingerprint": build.fingerprint, "numbers": waiting.type.name} | encoder.settings
     path = build.work / PLAN
     if not len(waiting) or not path.exists():
@@ -121,32 +131,54 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
         write_json(path, plan)
         return 0
     remedy = f"Repeat the earlier command, pass another --output, or delete {build.work} to start over."
-    then = read_record(path, remedy).values
-    if changed := [key for key in {**then, **plan} if then.get(key) != plan.get(key)]:
-        what = {"fingerprint": "corpus", "numbers": "--index-type"}.get(changed[0], changed[0])
-        raise R3LiteError(f"{build.work} holds an unfinished build of {build.folder} with another {what}", remedy)
+    earlier_plan = read_record(path, remedy).values
+    for key in {**earlier_plan, **plan}:
+        if earlier_plan.get(key) != plan.get(key):
+            part = {"fingerprint": "corpus", "numbers": "--index-type"}.get(key, key)
+            raise R3LiteError(f"{build.work} holds an unfinished build of {build.folder} with another {part}", remedy)
     n = len(build.passages)
-    rows = len(waiting) if len(waiting) == n else len(waiting) // BLOCK * BLOCK
+    rows = len(waiting)
+    if rows != n:
+        rows = rows // BLOCK * BLOCK
     waiting.cut(rows)
     if 0 < rows < n:
-        fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
-        if not index.same_vectors(fresh, waiting.read(rows - 1, 1)):
+        recomputed = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
+        if not index.same_vectors(recomputed, waiting.read(rows - 1, 1)):
             raise R3LiteError(f"{build.work} was started with another {plan['encoder']}: the vectors differ", remedy)
     return rows
 
 
 def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     """Makes the index of the vectors and puts it into its place; returns the bytes of its file."""
-    folder, work, old = build.folder, build.work, _old(build.folder)
-    waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
+    folder = build.folder
+    work = build.work
+    n = len(build.passages)
+    waiting = VectorFile(work / WAITING, encoder.dimension, estimate.kind)
     write_vectors(build_vectors(estimate.kind, waiting), work / index.VECTORS)
-    np.concatenate([waiting.read(i, 1) for i in index.probed(n)]).astype("<f4").tofile(work / index.PROBES)
+    probes = np.concatenate([waiting.read(place, 1) for place in index.probed(n)])
+    probes.astype("<f4").tofile(work / index.PROBES)
     if isinstance(encoder, HashingEncoder):
         encoder.save(work)  # its words, which its vectors depend on
-    manifest = {"version": index.VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
-    manifest |= {"probed": n, "files": {index.VECTORS: index.digest(work / index.VECTORS)}} | encoder.settings
-    write_json(work / index.MANIFEST, manifest)
+    manifest = {
+        "version": index.VERSION,
+        "passages": n,
+        "fingerprint": build.fingerprint,
+        "kind": estimate.kind,
+        "probed": n,
+        "files": {index.VECTORS: index.digest(work / index.VECTORS)},
+    }
+    write_json(work / index.MANIFEST, manifest | encoder.settings)
     build.passages.close()
+    _replace(folder, work)
+    for name in (WAITING, PLAN):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    return (folder / index.VECTORS).stat().st_size
+
+
+def _replace(folder: Path, work: Path) -> None:
+    """Moves the work folder into the place of the folder, which is restored if that fails."""
+    old = _old(folder)
     shutil.rmtree(old, ignore_errors=True)
     try:
         if folder.exists():
@@ -156,37 +188,44 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
         if old.exists() and not folder.exists():
             move(old, folder)  # the new one did not come into its place
         shutil.rmtree(old, ignore_errors=True)
-    for name in (WAITING, PLAN):
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
-    return (folder / index.VECTORS).stat().st_size
 
 
 def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
     """Builds the index folder, in place of an index of the same passages."""
     documents, folder = passages_of(settings, chunking)
-    with gathered(output, documents) as made:
+    with gathered(output, documents) as gathered_passages:
         device = device_of(settings)
-        encoder = make_encoder(settings, made.passages, device, settings.batch_size)
-        if replaces(made, encoder):
+        encoder = _encoder(settings, gathered_passages.passages, device)
+        if replaces(gathered_passages, encoder):
             print(f"replacing   the index of the same corpus in {output}")
-        count = len(made.passages)
-        chosen = choose(settings.index_type, count, encoder.dimension, budget_bytes(settings.memory_budget))
-        print(f"index       {chosen.summary()}", flush=True)
+        count = len(gathered_passages.passages)
+        estimate = choose(
+            settings.index_type,
+            passages=count,
+            dimension=encoder.dimension,
+            budget=budget_bytes(settings.memory_budget),
+        )
+        print(f"index       {estimate.summary()}", flush=True)
         start = time.perf_counter()
-        kept = encode(made, encoder, chosen.kind)
+        reused = encode(gathered_passages, encoder, estimate.kind)
         encoded = time.perf_counter()
-        size = finish(made, encoder, chosen)
+        size = finish(gathered_passages, encoder, estimate)
     if folder:
-        skipped = (dict(zip(("path", "reason", "detail"), left_out, strict=True)) for left_out in folder.skipped)
+        skipped = ({"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
-    seconds, before = encoded - start, f"; {kept} were already encoded" if kept else ""
+    seconds = encoded - start
+    rate = (count - reused) / max(seconds, 1e-9)
+    note = f"; {reused} were already encoded" if reused else ""
     print(f"passages    {count}")
     print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
-    print(f"encoded in  {seconds:.1f} s on {device}, {(count - kept) / max(seconds, 1e-9):.0f} passages/s{before}")
+    print(f"encoded in  {seconds:.1f} s on {device}, {rate:.0f} passages/s{note}")
     print(f"indexed in  {time.perf_counter() - encoded:.1f} s, {size / (1 << 20):.1f} MiB")
     print(f"written to  {output}")
+
+
+def _encoder(settings: IndexSettings, passages: Iterable[Document], device: str) -> Encoder:
+    return make_encoder(settings, documents=passages, device=device, batch_size=settings.batch_size)
 
 
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
@@ -195,14 +234,18 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
         raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
-    encoder, start = make_encoder(settings, [], device, settings.batch_size), time.perf_counter()
+    encoder = _encoder(settings, [], device)
+    start = time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
     print(f"written     {encoded} passages in {time.perf_counter() - start:.1f} s, encoded on {device}")
     print(f"passages    {count} in {address}")
 
 
-def passages_of(settings: IndexSettings, chunking: DocumentSettings) -> tuple[Iterator[Document], Folder | None]:
-    """The passages of --documents, with the folder that was read, or those of --corpus."""
+def passages_of(
+    settings: IndexSettings,
+    chunking: DocumentSettings,
+) -> tuple[Iterator[Document], DocumentFolder | None]:
+    """Returns the passages of --documents, with the folder that was read, or those of --corpus."""
     if not settings.documents:
         return corpus.stream_corpora(settings.corpus, settings.skip_bad_rows), None
     folder = read_folder(settings.documents, chunking)
@@ -211,30 +254,45 @@ def passages_of(settings: IndexSettings, chunking: DocumentSettings) -> tuple[It
 
 
 def device_of(settings: IndexSettings) -> str:
+    """Returns the name of the encoder's device."""
     # Hashing has no use for a device, and a run without a card should not be warned of it.
-    return "cpu" if settings.encoder == HASHING else str(resolve_device(settings.device))
+    if settings.encoder == HASHING:
+        return "cpu"
+    return str(resolve_device(settings.device))
 
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
     """Deletes passages of an index folder, then adds some."""
-    index.tidy(output, index.Folder(output).digests)
+    index.tidy(output, index.IndexFolder(output).digests)
     sweep(output)
     if settings.delete:
-        deleted, before = index.delete(output, ids_of(settings.delete))
-        print(f"deleted     {deleted} passages" + (f"; {before} were deleted before" if before else ""))
+        deleted, earlier = index.delete(output, ids_of(settings.delete))
+        note = f"; {earlier} were deleted before" if earlier else ""
+        print(f"deleted     {deleted} passages{note}")
     if settings.add:
-        named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
-        documents = list(passages_of(replace(settings, **named), chunking)[0])
-        there = index.load(output, settings, device_of(settings), settings.batch_size)
-        added, known = index.add(output, there, documents)
-        print(f"added       {added} passages" + (f"; skipped {known} that were already in the index" if known else ""))
+        if Path(settings.add).is_dir():
+            source = replace(settings, documents=settings.add)
+        else:
+            source = replace(settings, corpus=(settings.add,))
+        documents, _ = passages_of(source, chunking)
+        documents = list(documents)
+        opened = index.load(
+            output,
+            settings,
+            device=device_of(settings),
+            batch_size=settings.batch_size,
+        )
+        added, skipped = index.add(output, opened, documents)
+        note = f"; skipped {skipped} that were already in the index" if skipped else ""
+        print(f"added       {added} passages{note}")
     print(f"passages    {len(index.read_documents(output))} in {output}")
 
 
 def ids_of(named: tuple[str, ...]) -> Iterator[str]:
-    """The ids that are named, and those that stand in a file that is named as @FILE, one a line."""
+    """Yields the ids that are named, and those of each file that is named as @FILE, one a line."""
     for name in named:
         if name.startswith("@"):
-            yield from filter(None, read_text(name[1:], "@FILE must be a text file of ids.").splitlines())
+            lines = read_text(name[1:], "@FILE must be a text file of ids.").splitlines()
+            yield from filter(None, lines)
         else:
             yield name

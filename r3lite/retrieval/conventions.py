@@ -1,5 +1,5 @@
-"""What the files of a BERT's folder say: how an encoder makes vectors of its last hidden states, as
-sentence-transformers has it, the tokenizer, and batches of tokenized texts; shared by encoders and rerankers.
+"""Reads the files of a BERT's folder: how an encoder makes vectors of its last hidden states, as sentence-transformers
+has it, and the tokenizer; and makes batches of tokenized texts. Encoders and rerankers share it.
 
 The network is in `models/bert.py`.
 """
@@ -25,13 +25,15 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
 TEXT_FORM = "NFKC"  # of Unicode
-SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most
+SHORTEST = 3  # tokens of a text: [CLS], a word and [SEP]
+LONGEST = 512  # tokens of a text at the most
 REMEDY = "Copy the model's files from their source."
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
 POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it computes, by their names there
 FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
 # The names of prompts, of which the first that is there is taken, as `encode_query` and `encode_document` do.
-QUERY, PASSAGE = ("query",), ("document", "passage", "corpus")
+QUERY = ("query",)
+PASSAGE = ("document", "passage", "corpus")
 # Keys of a module's files that change nothing if they have one of these values, or are used here (an empty list). Any
 # other key is left to sentence-transformers.
 STATES = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
@@ -53,7 +55,8 @@ MODULE_KEYS: dict[str, dict[str, list]] = {
     },
     "Normalize": {"module_input_name": ["sentence_embedding"], "module_output_name": ["sentence_embedding"]},
 }  # fmt: skip
-ENCODER, CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"  # `model_type` of config_sentence_transformers.json
+ENCODER = "SentenceTransformer"  # `model_type` of config_sentence_transformers.json
+CROSS_ENCODER = "CrossEncoder"
 OF_BOTH = ("model_type", "__version__", "prompts", "default_prompt_name")  # its keys
 MODEL_KEYS = {
     ENCODER: (*OF_BOTH, "similarity_fn_name", "truncate_dim"),
@@ -73,7 +76,7 @@ STYLES = (*PREFIXES, OWN)
 
 @dataclass(frozen=True)
 class Conventions:
-    """Of one folder."""
+    """The conventions of one folder."""
 
     folder: Path
     pooling: str  # mean: over all tokens; cls: the first; last: the last one
@@ -81,21 +84,23 @@ class Conventions:
     max_length: int
     lower: bool
     dimension: int | None  # to which vectors are cut; None: all
-    is_normalized: bool  # whether the folder's modules make vectors of length 1, before they are cut
-    is_dot: bool  # whether vectors are compared as they are, and not by their cosine
+    is_normalized: bool  # if the folder's modules make vectors of length 1, before they are cut
+    is_dot: bool  # if vectors are compared as they are, and not by their cosine
     other: str | None  # why BertEncoder does not compute these vectors; None if it does
 
     def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
-        """The style and its prefixes; auto: own if the folder names prompts, else e5 if the encoder's name says so."""
+        """Returns the style and its prefixes; of auto own if the folder names prompts, else e5 if the encoder's name
+        says so."""
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
         if style == OWN and self.prefixes is None:
             raise R3LiteError(f"--encoder-style is own, but {name} has no prompts", "Remove --encoder-style.")
-        return style, self.prefixes if style == OWN else PREFIXES[style]
+        prefixes = self.prefixes if style == OWN else PREFIXES[style]
+        return style, prefixes
 
 
 def style_of(name: str) -> str:
-    """e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind, e5-instruct for
+    """Returns e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind, e5-instruct for
     multilingual-e5-large-instruct; plain otherwise."""
     words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
     if "e5" not in words:
@@ -104,20 +109,23 @@ def style_of(name: str) -> str:
 
 
 def passage_text(document: Document) -> str:
-    """A passage as encoders, rerankers and BM25 read it."""
+    """Returns the text of a passage as encoders, rerankers and BM25 read it."""
     return f"{document.title} {document.text}" if document.title else document.text
 
 
 def composed(text: str) -> str:
-    """A text in Unicode's form NFKC, in which equal words have equal characters: an accent as a part of its letter or
-    after it, ligatures, full-width forms. For what compares words."""
+    """Returns a text in Unicode's form NFKC, in which equal words have equal characters.
+
+    An accent may be a part of its letter or follow it, and there are ligatures and full-width forms. It is for code
+    that compares words.
+    """
     return unicodedata.normalize(TEXT_FORM, text)
 
 
 def read_conventions(name: str) -> Conventions:
-    """The conventions of an encoder, a folder or a hub id. What it does not say is as sentence-transformers takes it.
+    """Returns the conventions of an encoder, a folder or a hub id; the defaults are those of sentence-transformers.
 
-    Raises R3LiteError if a file is not of the form that it has.
+    Raises R3LiteError if a file is not of its form.
     """
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     places, reasons = _modules(folder)
@@ -154,7 +162,7 @@ def read_conventions(name: str) -> Conventions:
 
 
 def model_settings(folder: Path, kind: str) -> Record:
-    """The `config_sentence_transformers.json` of a folder, empty without one.
+    """Returns the `config_sentence_transformers.json` of a folder, empty without one.
 
     Raises R3LiteError for a model of another kind than `kind`, and for a key that is not read here and is set.
     """
@@ -169,7 +177,7 @@ def model_settings(folder: Path, kind: str) -> Record:
 
 
 def unknown_keys(kind: str, record: Record) -> list[str]:
-    """The keys of a module's file that are neither used here nor without effect."""
+    """Returns the keys of a module's file that are neither used here nor without effect."""
     harmless = MODULE_KEYS[kind]
     keys = []
     for key, value in record.values.items():
@@ -181,13 +189,16 @@ def unknown_keys(kind: str, record: Record) -> list[str]:
 
 
 def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """The folders of the modules that BertEncoder computes, by their kinds, and why it does not compute others."""
-    path, reasons = folder / "modules.json", []
+    """Returns the folders of the modules that BertEncoder computes, by their kinds, and why it does not compute
+    others."""
+    path = folder / "modules.json"
     places: dict[str, str] = {}
+    reasons: list[str] = []
     if not path.exists():
         return places, reasons
-    listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
-    for module in listed.records("modules"):
+    modules = within(path, REMEDY, read_text(path, REMEDY))
+    content = Record({"modules": modules}, Source(str(path), REMEDY))
+    for module in content.records("modules"):
         kind = module.text("type").rpartition(".")[2]
         if kind not in MODULES:
             reasons.append(f"it has a module {kind}")
@@ -200,71 +211,91 @@ def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
             places[kind] = module.text("path", "", blank=True)
         if kind == "Transformer" and places[kind]:
             raise module.error(f"{module.path}path is {places[kind]}; it must be empty for a Transformer")
-        if places[kind] and (Path(places[kind]).name != places[kind] or places[kind] == ".."):
-            raise listed.error(f"the path of {kind}, {places[kind]}, is not in the encoder's folder")
+        is_name = Path(places[kind]).name == places[kind] and places[kind] != ".."
+        if places[kind] and not is_name:
+            raise content.error(f"the path of {kind}, {places[kind]}, is not in the encoder's folder")
     return places, reasons
 
 
 def _pooling(config: Record) -> str:
-    """How tokens are pooled: a name, or in older files a flag for each kind, of which all that are set count."""
+    """Returns the pooling of tokens: a name, or in older files a flag for each kind, of which all that are set
+    count."""
     if "pooling_mode" in config:
         return config.text("pooling_mode")
-    kinds = [key for key in config.values if key.startswith("pooling_mode_") and config.flag(key, False)]
+    flags = [key for key in config.values if key.startswith("pooling_mode_")]
+    kinds = [flag for flag in flags if config.flag(flag, False)]
     if config.flag("pooling_mode_mean_tokens", True) and "pooling_mode_mean_tokens" not in kinds:
         kinds.append("pooling_mode_mean_tokens")
-    return " and ".join(FLAGS.get(kind, kind.removeprefix("pooling_mode_")) for kind in kinds) or "nothing"
+    names = [FLAGS.get(kind, kind.removeprefix("pooling_mode_")) for kind in kinds]
+    return " and ".join(names) or "nothing"
 
 
 def _prefixes(config: Record) -> tuple[str, str] | None:
-    """The prompts of queries and passages; without one of its own each gets the default one, if there is any."""
+    """Returns the prompts of queries and passages; None if there is none.
+
+    Without one of its own, each gets the default one, if there is any.
+    """
     if "prompts" not in config:
         return None
     prompts = config.record("prompts")
     default = config.text("default_prompt_name", None)
-    chosen = [next((n for n in names if n in prompts), default) for names in (QUERY, PASSAGE)]
-    query, passage = (prompts.text(name, blank=True) if name else "" for name in chosen)
+    query = _prompt(prompts, QUERY, default)
+    passage = _prompt(prompts, PASSAGE, default)
     return (query, passage) if query or passage else None
 
 
+def _prompt(prompts: Record, names: tuple[str, ...], default: str | None) -> str:
+    """Returns the first prompt of these names, else the one named `default`; empty if there is none."""
+    name = next((name for name in names if name in prompts), default)
+    return prompts.text(name, blank=True) if name else ""
+
+
 def default_prompt(config: Record) -> str:
-    """The prompt that stands before all texts; empty if there is none."""
+    """Returns the prompt that stands before all texts; empty if there is none."""
     name = config.text("default_prompt_name", None)
     return config.record("prompts").text(name, blank=True) if name else ""
 
 
 def model_folder(name: str, flag: str, instead: str) -> Path:
-    """The folder of a model that `flag` names; `instead` is what to do without it, in the error."""
+    """Returns the folder of a model that `flag` names; the error advises `instead`."""
     remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
     with explained(R3LiteError, flag, remedy):
         return resolve_folder(name)
 
 
 def optional(path: Path) -> Record:
-    """The JSON object of a file that a folder may lack; an empty one then."""
-    return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
+    """Returns the JSON object of a file that a folder may lack; an empty one then."""
+    if not path.exists():
+        return Record({}, Source(str(path), REMEDY))
+    return read_record(path, REMEDY)
 
 
 def longest(folder: Path) -> int:
-    """The most tokens of a text, up to LONGEST: sentence-transformers wrote it into sentence_bert_config.json, and
-    since 5.4 writes it as the limit of the tokenizer."""
+    """Returns the most tokens of a text, up to LONGEST.
+
+    sentence-transformers wrote it into sentence_bert_config.json, and since 5.4 writes it as the limit of the
+    tokenizer.
+    """
     config = optional(folder / "sentence_bert_config.json")
     if "max_seq_length" in config:
         return min(config.whole("max_seq_length", low=SHORTEST), LONGEST)
-    # One that has no limit names 1e30.
-    return int(min(optional(folder / "tokenizer_config.json").number("model_max_length", LONGEST, SHORTEST), LONGEST))
+    tokenizer_config = optional(folder / "tokenizer_config.json")
+    limit = tokenizer_config.number("model_max_length", LONGEST, SHORTEST)  # without a limit, files have 1e30
+    return int(min(limit, LONGEST))
 
 
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
-    """The tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] (or <s> and </s>) among them.
+    """Returns the tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] (or <s> and </s>) among them.
 
-    Of a pair of texts it cuts the longer one. Its ids have `rows` in the embedding.
+    Of a pair of texts it cuts the longer one. Raises R3LiteError if an id has none of the `rows` of the embedding.
     """
     definition = read_record(path, REMEDY)
     with library_errors(path):
         tokenizer = Tokenizer.from_str(json.dumps(definition.values))
     check_ids(definition, tokenizer)
-    if (last := max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= rows:
-        raise R3LiteError(f"{path} has token ids up to {last}, but the model's embedding has {rows} rows", REMEDY)
+    last_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if last_id >= rows:
+        raise R3LiteError(f"{path} has token ids up to {last_id}, but the model's embedding has {rows} rows", REMEDY)
     if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:
         raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY)
     tokenizer.enable_truncation(max_length)  # published files often carry other limits
@@ -273,7 +304,7 @@ def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Texts, or pairs of texts, of like length, padded on the right."""
 
     rows: list[int]  # which texts they are
@@ -282,11 +313,24 @@ class Batch:
     segments: Tensor  # [B, T], 1 at the second text of a pair
 
 
-def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[Batch]:
-    """All texts, the longest first, `size` at a time: batches are of like length, so that little is padding."""
+def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[TextBatch]:
+    """Yields all texts, the longest first, `size` at a time.
+
+    Batches are of texts of like length, so that little is padding.
+    """
     order = sorted(range(len(encodings)), key=lambda i: -len(encodings[i].ids))
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        parts = [[torch.tensor(getattr(encodings[i], p)) for i in rows] for p in ("ids", "attention_mask", "type_ids")]
-        tokens, real, segments = (pad_sequence(part, batch_first=True).to(device) for part in parts)
-        yield Batch(rows, tokens, real.bool(), segments)
+        real = _padded([encodings[i].attention_mask for i in rows], device)
+        yield TextBatch(
+            rows=rows,
+            tokens=_padded([encodings[i].ids for i in rows], device),
+            real=real.bool(),
+            segments=_padded([encodings[i].type_ids for i in rows], device),
+        )
+
+
+def _padded(sequences: list[list[int]], device: str) -> Tensor:
+    """Returns sequences of numbers as a tensor [B, T], padded by 0 on the right."""
+    tensors = [torch.tensor(sequence) for sequence in sequences]
+    return pad_sequence(tensors, batch_first=True).to(device)

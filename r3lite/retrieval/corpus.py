@@ -25,68 +25,75 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_regular, open_regular, read_jsonl, within
 from r3lite.core.records import InvalidRecord, Record, Source
 
-PASSAGES, ENDS, SKIPPING = "passages.jsonl", "ends.bin", "--skip-bad-rows skips bad lines."
+PASSAGES = "passages.jsonl"
+ENDS = "ends.bin"
+SKIPPING = "--skip-bad-rows skips bad lines."
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 
 
 def read_corpus(path: str | Path, skip_bad_rows: bool = False) -> list[Document]:
-    """The passages of a JSONL file, as `stream_corpora` gives them."""
+    """Returns the passages of a JSONL file, as `stream_corpora` yields them."""
     return list(stream_corpora([path], skip_bad_rows))
 
 
 def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> Iterator[Document]:
-    """The passages of JSONL files, in their order; besides one passage, all ids are in memory, as none may come twice.
+    """Yields the passages of JSONL files, in their order.
+
+    Besides one passage, all ids are in memory, as none may come twice.
 
     A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
     number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
     is the title, and `metadata`.
     """
-    seen: set[str] = set()
+    ids: set[str] = set()
     for path in paths:
-        before, bad = len(seen), []
+        count = 0
+        bad: list[InvalidRecord] = []
         for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", bad.append if skip_bad_rows else None):
             try:
                 document = _document(record)
-                if document.id in seen:
+                if document.id in ids:
                     raise record.error(f"duplicate id {document.id!r}")
             except InvalidRecord as error:
                 if not skip_bad_rows:
                     raise
                 bad.append(error)
                 continue
-            seen.add(document.id)
+            ids.add(document.id)
+            count += 1
             yield document
         if bad:
             print(f"{path}: skipped {len(bad)} bad lines; the first: {bad[0].cause}", file=sys.stderr)
-        if len(seen) == before:
+        if count == 0:
             raise R3LiteError(f"{path} contains no passage", REMEDY)
 
 
 def _document(record: Record) -> Document:
-    id, text = record.identifier(record.first("id", "_id")), record.text(record.first("text", "contents"))
+    id = record.identifier(record.first("id", "_id"))
+    text = record.text(record.first("text", "contents"))
     title = record.text("title", "", blank=True)
     if "text" not in record and not title and "\n" in text:
-        first, _, text = text.partition("\n")
-        title = first.strip().strip('"')
+        first_line, _, text = text.partition("\n")
+        title = first_line.strip().strip('"')
         if not text.strip():
             raise record.error("contents has a title, but no text")
     return Document(id, title, text, metadata=metadata_of(record))
 
 
 def count_lines(path: str) -> int:
-    """Lines of a file that are not blank."""
+    """Returns the number of lines of a file that are not blank."""
     with open_regular(path, REMEDY) as file:
         return sum(1 for line in file if line.strip())
 
 
 def noise(question: Question, rate: float, draw: random.Random) -> list[Document]:
-    """So great a share of a question's paragraphs that are not gold, drawn at random."""
-    others = [d for d in question.documents if question.gold_index(d) is None]
-    return draw.sample(others, round(rate * len(others)))
+    """Returns the share `rate` of a question's paragraphs that are not gold, drawn at random."""
+    distractors = [document for document in question.documents if question.gold_index(document) is None]
+    return draw.sample(distractors, round(rate * len(distractors)))
 
 
 def from_questions(questions: Iterable[Question]) -> list[Document]:
-    """The paragraphs that come with the questions; one that several questions share is there once."""
+    """Returns the paragraphs that come with the questions; one that several questions share is there once."""
     unique = {}
     for question in questions:
         for document in question.documents:
@@ -95,10 +102,11 @@ def from_questions(questions: Iterable[Question]) -> list[Document]:
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """A hash of ids, titles, texts and metadata in their order: two corpora with the same one are the same."""
+    """Returns a hash of ids, titles, texts and metadata in their order: two corpora with the same one are the same."""
     digest = hashlib.sha256()
-    for d in tqdm(documents, desc="checking passages", unit="", **BRIEF):
-        digest.update(json.dumps([d.id, d.title, d.text, *d.metadata]).encode())
+    for document in tqdm(documents, desc="checking passages", unit="", **BRIEF):
+        fields = [document.id, document.title, document.text, *document.metadata]
+        digest.update(json.dumps(fields).encode())
     return digest.hexdigest()
 
 
@@ -106,17 +114,21 @@ class Passages(Sequence[Document]):
     """The passages of a folder that are not deleted, in their order. Safe in threads; the files may grow meanwhile."""
 
     def __init__(self, folder: Path, places: int | None, deleted: np.ndarray, remedy: str):
-        """The first `places` lines without those in `deleted` (sorted); all lines if `places` is None."""
-        self.path, self.remedy = folder / PASSAGES, remedy
+        """Takes the first `places` lines without those in `deleted` (sorted); all lines if `places` is None."""
+        self.path = folder / PASSAGES
+        self.remedy = remedy
         check_regular(self.path, remedy)  # it would wait for a pipe for ever
         self.ends = _ends(folder, places, remedy)
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
             raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy)
-        with open(self.path, "rb") as file:
-            self._text = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else b""
-        places = len(self.ends)
-        self.live: Sequence[int] = np.delete(np.arange(places), deleted) if len(deleted) else range(places)
+        self._text: mmap.mmap | bytes = b""
+        if self.size:
+            with open(self.path, "rb") as file:
+                self._text = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
+        self.live: Sequence[int] = range(len(self.ends))
+        if len(deleted):
+            self.live = np.delete(np.arange(len(self.ends)), deleted)
 
     def __len__(self) -> int:
         return len(self.live)
@@ -127,27 +139,28 @@ class Passages(Sequence[Document]):
         return self.at(int(self.live[i]))
 
     def only(self, fit: np.ndarray) -> "Passages":
-        """Those of the passages for which `fit` [N] is true."""
-        kept = copy.copy(self)
-        kept.live = np.array(self.live)[fit]
-        return kept
+        """Returns the passages for which `fit` [N] is true."""
+        fitting = copy.copy(self)
+        fitting.live = np.array(self.live)[fit]
+        return fitting
 
     def at(self, place: int) -> Document:
-        """The passage at a place, be it deleted or not."""
+        """Returns the passage at a place, be it deleted or not."""
         where = f"{self.path}, line {place + 1}"
         start = int(self.ends[place - 1]) if place else 0
         with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy):
             line = self._text[start : int(self.ends[place])].decode()
-        return Document.from_json(Record(within(where, self.remedy, line), Source(where, self.remedy)))
+        record = Record(within(where, self.remedy, line), Source(where, self.remedy))
+        return Document.from_json(record)
 
     def close(self) -> None:
-        """Lets go of the files, which Windows renames only then."""
+        """Closes the files, which Windows renames only then."""
         if isinstance(self._text, mmap.mmap):
             self._text.close()
 
 
 def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
-    """Where the lines end [places]; of an older index, which did not keep it, by reading all of them."""
+    """Returns where the lines end [places]; of an older index, which has no such file, by reading all of them."""
     path = folder / ENDS
     if path.exists():
         check_regular(path, remedy)
@@ -165,16 +178,17 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
 def write_passages(folder: Path, documents: Iterable[Document], after: int = 0) -> str:
     """Writes passages behind the first `after` places of a folder; returns the fingerprint of those written.
 
-    What is behind these places already, which nothing refers to, is cut off. One passage is in memory at a time.
+    Passages that are behind these places already, which nothing refers to, are cut off. One passage is in memory at a
+    time.
     """
     ends = _ends(folder, after, "") if after else np.empty(0, np.int64)
     size = int(ends[-1]) if after else 0
     with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as marks:
-        if not marks.tell() and after:  # an older index, which did not keep them
+        if not marks.tell() and after:  # an older index, which has none
             marks.write(ends.astype("<i8").tobytes())
         texts.truncate(size)
         marks.truncate(8 * after)
-        value = fingerprint(_written(documents, texts, marks, size))
+        value = fingerprint(_written(documents, texts=texts, marks=marks, size=size))
         for file in (texts, marks):
             file.flush()
             os.fsync(file.fileno())
@@ -182,7 +196,9 @@ def write_passages(folder: Path, documents: Iterable[Document], after: int = 0) 
 
 
 def _written(documents: Iterable[Document], texts, marks, size: int) -> Iterator[Document]:
+    """Writes passages behind `size` bytes of texts, and where each ends; yields them."""
     for document in documents:
-        size += texts.write(json.dumps(document.to_json(), ensure_ascii=False).encode() + b"\n")
+        line = json.dumps(document.to_json(), ensure_ascii=False).encode() + b"\n"
+        size += texts.write(line)
         marks.write(size.to_bytes(8, "little"))
         yield document

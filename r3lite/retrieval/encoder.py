@@ -24,7 +24,7 @@ from r3lite.retrieval.conventions import (
     LONGEST,
     REMEDY,
     TEXT_FORM,
-    Batch,
+    TextBatch,
     batches,
     composed,
     passage_text,
@@ -38,10 +38,10 @@ BLOCK = 16  # batches that sentence-transformers encodes between two updates of 
 
 
 class Encoder(Protocol):
-    """What an index needs of an encoder. `advance(n)` is called after every n passages that are done."""
+    """The interface that an index needs of an encoder. `advance(n)` is called after every n passages that are done."""
 
     dimension: int
-    settings: dict  # what makes vectors comparable; stored with an index and compared when it is opened
+    settings: dict  # on which vectors depend; stored with an index and compared when it is opened
 
     def encode_queries(self, queries: list[str]) -> np.ndarray: ...
 
@@ -56,27 +56,38 @@ class HashingEncoder:
     corpus does not have count nothing.
     """
 
-    DIMENSION, HASHES, VERSION = 2048, 4, 1
+    DIMENSION = 2048
+    HASHES = 4
+    VERSION = 1
     FILE = "words.json"
 
     def __init__(self, frequencies: dict[str, int], passages: int):
-        """`frequencies`: in how many of the corpus's `passages` each word occurs."""
-        self.frequencies, self.passages = frequencies, passages
+        """Takes the `frequencies` of words: in how many of the corpus's `passages` each occurs."""
+        self.frequencies = frequencies
+        self.passages = passages
         self.dimension = self.DIMENSION
-        self.settings = {"encoder": HASHING, "version": self.VERSION}  # what its vectors depend on
-        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION, "text_form": TEXT_FORM}
+        self.settings = {
+            "encoder": HASHING,
+            "version": self.VERSION,
+            "hashes": self.HASHES,
+            "dimension": self.DIMENSION,
+            "text_form": TEXT_FORM,
+        }
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
         self.idf = np.log((1 + passages) / (1 + counts)) + 1
         # blake2b and not hash(): the same in every process. 4 bytes a place: 31 bits of position, one of sign.
-        digests = b"".join(hashlib.blake2b(w.encode(), digest_size=4 * self.HASHES).digest() for w in frequencies)
-        numbers = np.frombuffer(digests, dtype="<u4").reshape(-1, self.HASHES)
+        size = 4 * self.HASHES
+        digests = [hashlib.blake2b(word.encode(), digest_size=size).digest() for word in frequencies]
+        numbers = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, self.HASHES)
         self.places = (numbers >> 1) % self.DIMENSION  # [words, HASHES]
         self.signs = 1.0 - 2.0 * (numbers & 1)  # [words, HASHES]
 
     @classmethod
     def fit(cls, texts: Iterable[str]) -> "HashingEncoder":
-        frequencies, passages = Counter(), 0
+        """Returns the encoder for a corpus of these texts."""
+        frequencies: Counter[str] = Counter()
+        passages = 0
         for text in texts:
             frequencies.update(dict.fromkeys(words(text), 1))
             passages += 1
@@ -84,33 +95,47 @@ class HashingEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> "HashingEncoder":
-        kept = read_record(folder / cls.FILE, "Build the index again.")
-        passages, frequencies = kept.whole("passages"), kept.record("frequencies")
-        return cls({word: frequencies.whole(word, low=1, high=passages) for word in frequencies.values}, passages)
+        """Returns the encoder of an index folder. Raises R3LiteError if its file is damaged."""
+        record = read_record(folder / cls.FILE, "Build the index again.")
+        passages = record.whole("passages")
+        words = record.record("frequencies")
+        frequencies = {word: words.whole(word, low=1, high=passages) for word in words.values}
+        return cls(frequencies, passages)
 
     def save(self, folder: Path) -> None:
         write_json(folder / self.FILE, {"passages": self.passages, "frequencies": self.frequencies})
 
-    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
-        out = self.encode_queries([passage_text(d) for d in documents])
+    def encode_passages(
+        self,
+        documents: list[Document],
+        advance: Callable[[int], object],
+    ) -> np.ndarray:
+        vectors = self.encode_queries([passage_text(document) for document in documents])
         advance(len(documents))
-        return out
+        return vectors
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
-        """Vectors [N, DIMENSION] of N texts, passages as well as queries; zero where a text has no known word."""
-        counted = ((row, *counts) for row, text in enumerate(texts) for counts in Counter(words(text)).items())
-        known = [(row, self.word_ids[word], times) for row, word, times in counted if word in self.word_ids]
-        rows, ids, times = np.array(known, dtype=np.int64).reshape(-1, 3).T
+        """Returns vectors [N, DIMENSION] of N texts, passages as well as queries; zero if a text has no word of the
+        corpus."""
+        counts = []  # text, word, times
+        for row, text in enumerate(texts):
+            for word, times in Counter(words(text)).items():
+                if word in self.word_ids:
+                    counts.append((row, self.word_ids[word], times))
+        table = np.array(counts, dtype=np.int64).reshape(-1, 3)
+        rows, ids, times = table.T
         weights = (1 + np.log(times)) * self.idf[ids]
-        flat = rows[:, None] * self.DIMENSION + self.places[ids]  # [words of all texts, HASHES]
+        cells = rows[:, None] * self.DIMENSION + self.places[ids]  # [words of all texts, HASHES]
         signed = weights[:, None] * self.signs[ids]
-        out = np.bincount(flat.ravel(), signed.ravel(), minlength=len(texts) * self.DIMENSION)
-        out = out.reshape(len(texts), self.DIMENSION)
-        norms = np.linalg.norm(out, axis=1, keepdims=True)
-        return (out / np.where(norms > 0, norms, 1)).astype(np.float32)
+        size = len(texts) * self.DIMENSION
+        sums = np.bincount(cells.ravel(), signed.ravel(), minlength=size)
+        vectors = sums.reshape(len(texts), self.DIMENSION)
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 def words(text: str) -> list[str]:
+    """Returns the words of a text in lower case."""
     return re.findall(r"\w+", composed(text).lower())
 
 
@@ -118,82 +143,124 @@ class FolderEncoder:
     """An encoder of a folder or hub id, whose texts get the prefixes of a style."""
 
     def __init__(self, name: str, style: str, batch_size: int):
-        self.name, self.batch_size, self.found = name, batch_size, read_conventions(name)
-        self.style, self.prefixes = self.found.styled(style, name)
+        self.name = name
+        self.batch_size = batch_size
+        self.conventions = read_conventions(name)
+        self.style, self.prefixes = self.conventions.styled(style, name)  # those of queries and of passages
 
     def describe(self, max_length: int, dimension: int, dtype: str) -> None:
-        """Sets what the vectors depend on, as an index keeps it; what is as it always was before is left out."""
+        """Sets the settings on which the vectors depend, as an index keeps them.
+
+        Settings that older versions did not have are left out if they are as they were then.
+        """
         self.dimension = dimension
-        self.settings = {"encoder": self.name, "style": self.style, "max_length": max_length, "dimension": dimension}
+        self.settings = {
+            "encoder": self.name,
+            "style": self.style,
+            "max_length": max_length,
+            "dimension": dimension,
+        }
         if dtype != "fp32":
             self.settings["dtype"] = dtype
-        if self.found.is_dot:
+        if self.conventions.is_dot:
             self.settings["similarity"] = "dot"
         if self.style == conventions.OWN:
-            self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
+            self.settings["query_prefix"], self.settings["passage_prefix"] = self.prefixes
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
-        return self._encode(queries, self.prefixes[0], lambda n: None)
+        query_prefix, _ = self.prefixes
+        return self._encode(queries, query_prefix, lambda n: None)
 
-    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
-        return self._encode([passage_text(document) for document in documents], self.prefixes[1], advance)
+    def encode_passages(
+        self,
+        documents: list[Document],
+        advance: Callable[[int], object],
+    ) -> np.ndarray:
+        _, passage_prefix = self.prefixes
+        texts = [passage_text(document) for document in documents]
+        return self._encode(texts, passage_prefix, advance)
 
 
 class BertEncoder(FolderEncoder):
     """A BERT sentence encoder: the last hidden states of a text, pooled, cut and scaled as its folder says."""
 
-    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
+    def __init__(
+        self,
+        name: str,
+        style: str,
+        device: str = "cpu",
+        batch_size: int = 32,
+        dtype: str = "fp32",
+    ):
         super().__init__(name, style, batch_size)
-        found = self.found
-        if found.other:
+        rules = self.conventions
+        if rules.other:
             remedy = "Use a BERT, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"{found.folder} is not a supported BERT encoder: {found.other}", remedy)
-        self.model, self.device = load_bert(found.folder, DTYPES[dtype], device), device
+            raise R3LiteError(f"{rules.folder} is not a supported BERT encoder: {rules.other}", remedy)
+        self.model = load_bert(rules.folder, DTYPES[dtype], device)
+        self.device = device
         config = self.model.config
-        length = min(found.max_length, config.max_position_embeddings - config.first_position)
-        self.tokenizer = conventions.text_tokenizer(found.folder / "tokenizer.json", length, config.vocab_size)
-        self.describe(length, min(config.hidden_size, found.dimension or config.hidden_size), dtype)
-        if found.pooling != "mean":  # which indexes of before have not
-            self.settings["pooling"] = found.pooling
+        length = min(rules.max_length, config.max_position_embeddings - config.first_position)
+        self.tokenizer = conventions.text_tokenizer(rules.folder / "tokenizer.json", length, config.vocab_size)
+        dimension = min(config.hidden_size, rules.dimension or config.hidden_size)
+        self.describe(length, dimension, dtype)
+        if rules.pooling != "mean":  # older indexes do not name theirs, which is mean
+            self.settings["pooling"] = rules.pooling
 
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
-        """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""
+        """Returns the last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them.
+
+        Texts get no prefix.
+        """
         states: list[np.ndarray] = [np.empty(0)] * len(texts)
         for batch, hidden in self._hidden(texts):
-            for row, of_row, length in zip(batch.rows, hidden.cpu().numpy(), batch.real.sum(1).tolist()):
-                states[row] = of_row[:length]
+            lengths = batch.real.sum(1).tolist()
+            for row, row_states, length in zip(batch.rows, hidden.cpu().numpy(), lengths):
+                states[row] = row_states[:length]
         return states
 
-    def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
-        """Vectors [N, C] of N texts."""
-        out = np.zeros((len(texts), self.dimension), dtype=np.float32)
+    def _encode(
+        self,
+        texts: list[str],
+        prefix: str,
+        advance: Callable[[int], object],
+    ) -> np.ndarray:
+        """Returns vectors [N, C] of N texts."""
+        rules = self.conventions
+        vectors = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for batch, hidden in self._hidden([prefix + text for text in texts]):
-            pooled = pool(hidden, batch.real, self.found.pooling)
-            if self.found.is_dot and self.found.is_normalized:
+            pooled = pool(hidden, batch.real, rules.pooling)
+            if rules.is_dot and rules.is_normalized:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
             pooled = pooled[:, : self.dimension]
-            if not self.found.is_dot:
+            if not rules.is_dot:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
-            out[batch.rows] = pooled.cpu().numpy()
+            vectors[batch.rows] = pooled.cpu().numpy()
             advance(len(batch.rows))
-        return out
+        return vectors
 
     @torch.inference_mode()
-    def _hidden(self, texts: list[str]) -> Iterator[tuple[Batch, Tensor]]:
-        """Batches of texts with their last hidden states [B, T, C]."""
-        encodings = self.tokenizer.encode_batch([t.lower() for t in texts] if self.found.lower else texts)
+    def _hidden(self, texts: list[str]) -> Iterator[tuple[TextBatch, Tensor]]:
+        """Yields batches of texts with their last hidden states [B, T, C]."""
+        if self.conventions.lower:
+            texts = [text.lower() for text in texts]
+        encodings = self.tokenizer.encode_batch(texts)
         for batch in batches(encodings, self.batch_size, self.device):
             yield batch, self.model(batch.tokens, batch.real).float()
 
 
-def pool(hidden: Tensor, real: Tensor, how: str) -> Tensor:
-    """One state [B, C] of the hidden states [B, T, C] of texts that are padded on the right; `real` [B, T] is False at
-    padding. `how` is mean, cls (the first token) or last."""
-    if how == "cls":
+def pool(hidden: Tensor, real: Tensor, pooling: str) -> Tensor:
+    """Returns one state [B, C] of the hidden states [B, T, C] of texts that are padded on the right.
+
+    `real` [B, T] is False at padding. `pooling` is mean, cls (the first token) or last.
+    """
+    if pooling == "cls":
         return hidden[:, 0]
-    if how == "last":
-        return hidden[torch.arange(len(hidden), device=hidden.device), real.sum(1) - 1]
-    return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+    if pooling == "last":
+        rows = torch.arange(len(hidden), device=hidden.device)
+        return hidden[rows, real.sum(1) - 1]
+    sums = (hidden * real[..., None]).sum(1)
+    return sums / real.sum(1, keepdim=True)
 
 
 class SentenceEncoder(FolderEncoder):
@@ -203,63 +270,102 @@ class SentenceEncoder(FolderEncoder):
     Code in a model folder is never run, and weights are read from safetensors.
     """
 
-    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
+    def __init__(
+        self,
+        name: str,
+        style: str,
+        device: str = "cpu",
+        batch_size: int = 32,
+        dtype: str = "fp32",
+    ):
         super().__init__(name, style, batch_size)
-        with extra("encoders", f"the encoder {name} ({self.found.other})", "Or use intfloat/e5-base-v2."):
+        with extra("encoders", f"the encoder {name} ({self.conventions.other})", "Or use intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
-        how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
-        remedy, folder = "Check that all its files are there and the weights are safetensors.", str(self.found.folder)
+        remedy = "Check that all its files are there and the weights are safetensors."
         # Exception: whatever a library and a folder of a stranger come to.
         with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
-            self.model = SentenceTransformer(folder, device=device, local_files_only=True, model_kwargs=how)
-        self.model.max_seq_length = length = min(self.model.max_seq_length or LONGEST, LONGEST)
+            self.model = SentenceTransformer(
+                str(self.conventions.folder),
+                device=device,
+                local_files_only=True,
+                model_kwargs={"use_safetensors": True, "dtype": DTYPES[dtype]},
+            )
+        length = min(self.model.max_seq_length or LONGEST, LONGEST)
+        self.model.max_seq_length = length
         self.describe(length, self.model.get_embedding_dimension(), dtype)
 
-    def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
-        """Vectors [N, C] of N texts."""
-        out, size = np.zeros((len(texts), self.dimension), dtype=np.float32), BLOCK * self.batch_size
-        how = {"prompt": prefix, "batch_size": self.batch_size, "show_progress_bar": False}
+    def _encode(
+        self,
+        texts: list[str],
+        prefix: str,
+        advance: Callable[[int], object],
+    ) -> np.ndarray:
+        """Returns vectors [N, C] of N texts."""
+        vectors = np.zeros((len(texts), self.dimension), dtype=np.float32)
+        size = BLOCK * self.batch_size
         for start in range(0, len(texts), size):
             block = texts[start : start + size]
-            out[start : start + size] = self.model.encode(block, **how)
+            vectors[start : start + size] = self.model.encode(
+                block,
+                prompt=prefix,
+                batch_size=self.batch_size,
+                show_progress_bar=False,
+            )
             advance(len(block))
-        if self.found.is_dot:
-            return out
+        if self.conventions.is_dot:
+            return vectors
         # Here, in fp32: that package would do it in the model's precision.
-        return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
 
 
 def make_encoder(
-    settings: EncoderSettings, documents: Iterable[Document], device: str = "cpu", batch_size: int = 32
+    settings: EncoderSettings,
+    documents: Iterable[Document],
+    device: str = "cpu",
+    batch_size: int = 32,
 ) -> Encoder:
-    """The encoder of the settings for a new index of `documents`; its vectors are fp32 if it computes in bf16, too."""
+    """Returns the encoder of the settings for a new index of `documents`.
+
+    Its vectors are fp32 if it computes in bf16, too.
+    """
     name = settings.encoder
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
     # Our own network if it computes what the folder's files say, else sentence-transformers.
-    made = BertEncoder if read_conventions(name).other is None else SentenceEncoder
-    return made(name, settings.encoder_style, device, batch_size, settings.encoder_dtype)
+    encoder_class = BertEncoder if read_conventions(name).other is None else SentenceEncoder
+    return encoder_class(
+        name,
+        style=settings.encoder_style,
+        device=device,
+        batch_size=batch_size,
+        dtype=settings.encoder_dtype,
+    )
 
 
 def known_dimension(name: str) -> int | None:
-    """The dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
+    """Returns the dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
     if name == HASHING:
         return HashingEncoder.DIMENSION
     config = _local(name, "config.json")
     if config is None:
         return None
     size = read_record(config, REMEDY).whole("hidden_size", None, low=1)
-    cut = _local(name, "config_sentence_transformers.json")
-    limit = read_record(cut, REMEDY).values.get("truncate_dim") if cut else None
-    return min(size, limit) if size and isinstance(limit, int) else size
+    sentence_config = _local(name, "config_sentence_transformers.json")
+    limit = None
+    if sentence_config is not None:
+        limit = read_record(sentence_config, REMEDY).values.get("truncate_dim")
+    if size is None or not isinstance(limit, int):
+        return size
+    return min(size, limit)
 
 
 def _local(name: str, file: str) -> Path | None:
-    """A file of a model that is on this machine."""
+    """Returns the path of a model's file if it is on this machine, else None."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = Path(name) / file
-    if not Path(name).is_dir():
-        cached = try_to_load_from_cache(name, file)
-        return Path(cached) if isinstance(cached, str) else None
-    return path if path.exists() else None
+    if Path(name).is_dir():
+        path = Path(name) / file
+        return path if path.exists() else None
+    cached = try_to_load_from_cache(name, file)
+    return Path(cached) if isinstance(cached, str) else None

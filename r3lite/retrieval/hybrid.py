@@ -13,17 +13,22 @@ RRF_K = 60
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:
-    depth, settings = max(DEPTH, top_k), setup.settings
+    """Returns the retriever that fuses the lists of both others."""
+    settings = setup.settings
+    depth = max(DEPTH, top_k)
     semantic = Search(setup.index, depth, setup.own)
     lexical = Search(Lexical(setup.index.documents), depth, setup.own)
+    worth = scaled_scores
+    weights = (1 - settings.lexical_weight, settings.lexical_weight)
     if settings.fusion == "rrf":
-        return Hybrid(semantic, lexical, top_k, reciprocal_ranks, (1.0, 1.0))
-    return Hybrid(semantic, lexical, top_k, scaled_scores, (1 - settings.lexical_weight, settings.lexical_weight))
+        worth = reciprocal_ranks
+        weights = (1.0, 1.0)
+    return Hybrid(semantic, lexical, top_k=top_k, worth=worth, weights=weights)
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Both retrievers' documents, ordered by the weighted sums of what `worth` makes of each list."""
+    """Both retrievers' documents, ordered by the weighted sums of the numbers that `worth` gives each list."""
 
     semantic: Retrieve
     lexical: Retrieve
@@ -32,29 +37,41 @@ class Hybrid:
     weights: tuple[float, float]
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
-        return [self._fused(lists) for lists in zip(self.semantic(pairs), self.lexical(pairs), strict=True)]
+        semantic_lists = self.semantic(pairs)
+        lexical_lists = self.lexical(pairs)
+        return [self._fused(lists) for lists in zip(semantic_lists, lexical_lists, strict=True)]
 
     def _fused(self, lists: tuple[list[Document], ...]) -> list[Document]:
-        """One list of two. Of equal sums the first of the first list comes first: the same always."""
+        """Returns one list of two. Of equal sums the first of the first list comes first: the same always."""
         sums: dict[Document, float] = {}
         sources: dict[Document, list[str]] = {}
         for documents, weight in zip(lists, self.weights, strict=True):
             for document, value in zip(documents, self.worth(documents), strict=True):
                 sums[document] = sums.get(document, 0.0) + weight * value
                 sources.setdefault(document, []).append(document.source)
-        order = sorted(sums, key=lambda document: -sums[document])[: self.top_k]
-        return [replace(d, score=sums[d], source="+".join(sources[d])) for d in order]
+        ranking = sorted(sums, key=lambda document: -sums[document])[: self.top_k]
+        fused = []
+        for document in ranking:
+            source = "+".join(sources[document])
+            fused.append(replace(document, score=sums[document], source=source))
+        return fused
 
 
 def reciprocal_ranks(documents: list[Document]) -> list[float]:
-    """1 / (60 + rank), ranks from 1 (Cormack et al., SIGIR 2009)."""
+    """Returns 1 / (60 + rank) for each document, ranks from 1 (Cormack et al., SIGIR 2009)."""
     return [1 / (RRF_K + rank) for rank in range(1, len(documents) + 1)]
 
 
 def scaled_scores(documents: list[Document]) -> list[float]:
-    """The scores moved and stretched to go from 0 to 1, as cosines and BM25's sums are of different sizes.
+    """Returns the scores moved and stretched to go from 0 to 1, as cosines and BM25's sums are of different sizes.
 
-    1 for all if they are equal. A document that a list lacks counts 0 there, as its last one does.
+    They are 1 for all if they are equal. A document that a list lacks counts 0 there, as its last one does.
     """
-    low, high = (min(scores), max(scores)) if (scores := [d.score for d in documents]) else (0.0, 0.0)
-    return [(score - low) / (high - low) if high > low else 1.0 for score in scores]
+    if not documents:
+        return []
+    scores = [document.score for document in documents]
+    low = min(scores)
+    high = max(scores)
+    if low == high:
+        return [1.0] * len(scores)
+    return [(score - low) / (high - low) for score in scores]

@@ -1,16 +1,16 @@
 """A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
 
 Owns the index folder and its manifest. `building.py` writes one; here passages are added and deleted without making it
-anew, while others may read it. What is added is appended to the passages, and its vectors to a flat index beside the
-index itself, which takes them in once they are many. What is deleted stays in its place, and searches leave it out.
-Files of vectors are written under new names, the manifest is replaced last, and then what it no longer names is
-removed: a reader has all of the old or all of the new. What is in a folder:
+anew, while others may read it. Passages that are added are appended to the file of passages, and their vectors to a
+flat index beside the index itself, which takes them in once they are many. Passages that are deleted stay in their
+place, and searches leave them out. Files of vectors are written under new names, the manifest is replaced last, and
+then files that it no longer names are removed: a reader has all of the old or all of the new. The files of a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
-added-N.faiss, deleted-N.bin   vectors added since, and the places of what was deleted, after edit N, if there are any
+added-N.faiss, deleted-N.bin   vectors added since, and the places of deleted passages, after edit N, if there are any
 probes.bin                     some of the vectors as the encoder gave them: an index may keep less
-manifest.json                  what made it, and which of these files belong together; it is replaced last
+manifest.json                  its encoder and style, and which of these files belong together; it is replaced last
 words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
 
 An older folder has a flat index and no ends, probes and table of files; it is read as it is.
@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import faiss
 import numpy as np
@@ -35,16 +35,18 @@ from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
 from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint, write_passages
 from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
-from r3lite.retrieval.search import best, found
+from r3lite.retrieval.search import best, with_scores
 from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add_vectors, blocks_of, open_vectors, write_vectors
 
 VERSION = 1
-VECTORS, MANIFEST = "index.faiss", "manifest.json"
+VECTORS = "index.faiss"
+MANIFEST = "manifest.json"
 PROBES = "probes.bin"
-SKIPPED = "skipped.jsonl"  # what a folder of documents holds besides; no search needs it
+SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
 OWN = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
-FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage, by its length: a cosine of 0.999
+# The largest distance of a vector from that of the same encoder for its passage, by its length: a cosine of 0.999.
+FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
@@ -60,120 +62,189 @@ class PassageIndex:
     documents: Sequence[Document]
     vectors: Vectors
 
-    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
-        """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
+    def search(
+        self,
+        queries: list[str],
+        k: int,
+        own: list[tuple[int, ...]] | None = None,
+    ) -> list[list[Document]]:
+        """Returns the `k` nearest passages of each query, nearest first; for query i only of the places `own[i]`, if
+        given.
 
-        Fewer than `k` if the index holds fewer. None for a query without any word that a hashing encoder knows: its
-        vector is zero, and all passages are equally near.
+        There are fewer than `k` if the index holds fewer, and none for a query without any word that a hashing encoder
+        knows: its vector is zero, and all passages are equally near.
         """
         if not queries:
             return []
         vectors = self.encoder.encode_queries(queries)
         if own is None:
-            rows = self.vectors.search(vectors, k)
-        else:  # only of an index that was just built, which is flat
-            rows = []
-            for vector, mine in zip(vectors, (np.array(places, dtype=np.int64) for places in own), strict=True):
-                products = self.vectors.base.reconstruct_batch(mine) @ vector
-                order = best(products, k)
-                rows.append((products[order], mine[order]))
-        known = vectors.any(axis=1)
-        return [found(self.documents, p, s, "semantic") if any_ else [] for (s, p), any_ in zip(rows, known)]
+            nearest = self.vectors.search(vectors, k)
+        else:
+            pairs = zip(vectors, own, strict=True)
+            nearest = [self._search_places(vector, places, k) for vector, places in pairs]
+        rankings = []
+        for vector, (scores, places) in zip(vectors, nearest):
+            ranking = []
+            if vector.any():
+                ranking = with_scores(self.documents, places, scores=scores, source="semantic")
+            rankings.append(ranking)
+        return rankings
+
+    def _search_places(
+        self,
+        vector: np.ndarray,
+        own: tuple[int, ...],
+        k: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scores and places of the `k` nearest of the places `own`; of an index that was just built, which is
+        flat."""
+        places = np.array(own, dtype=np.int64)
+        products = self.vectors.base.reconstruct_batch(places) @ vector
+        order = best(products, k)
+        return products[order], places[order]
 
     def only(self, fit: np.ndarray) -> "PassageIndex":
-        """The index of those passages for which `fit` [N] is true, without copying vectors."""
+        """Returns the index of those passages for which `fit` [N] is true, without copying vectors."""
         return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
 
 
 def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
-    """Encodes the passages, a block at a time, into a new flat index in memory."""
+    """Encodes the passages, a block at a time, and returns a new flat index of them in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
     add_vectors(vectors, encoded(encoder, documents))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
-def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> Iterator[np.ndarray]:
-    """Vectors [N, d] of the passages from `start` on, a block at a time, which are finite."""
+def encoded(
+    encoder: Encoder,
+    documents: Sequence[Document],
+    start: int = 0,
+) -> Iterator[np.ndarray]:
+    """Yields vectors [N, d] of the passages from `start` on, a block at a time.
+
+    Raises R3LiteError if one is not finite.
+    """
     with tqdm(total=len(documents), initial=start, desc="encoding passages", unit="", disable=None) as bar:
         for i in range(start, len(documents), BLOCK):
-            made = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
-            if not np.isfinite(made).all():
+            vectors = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
+            if not np.isfinite(vectors).all():
                 cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
                 raise R3LiteError(cause, "Its weights may be damaged: download them again, or pass another --encoder.")
-            yield made
+            yield vectors
 
 
 def load(
-    path: Path, settings: EncoderSettings, device: str = "cpu", batch_size: int = 32, known: Encoder | None = None
+    path: Path,
+    settings: EncoderSettings,
+    device: str = "cpu",
+    batch_size: int = 32,
+    loaded_encoder: Encoder | None = None,
 ) -> PassageIndex:
-    """The index of a folder; its vectors are read as searches need them.
+    """Returns the index of a folder; its vectors are read as searches need them.
 
-    `known` is an encoder of the same name: it is used again, and none is loaded, if its style is the index's.
-    Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
-    or if its parts do not belong together.
+    `loaded_encoder` is one of the same name: it is used again, and none is loaded, if its style is the index's.
+    Raises R3LiteError if the index has another encoder or style than the settings name (style auto takes the index's
+    own), or if its parts do not belong together.
     """
-    encoder_name, style, manifest = settings.encoder, settings.encoder_style, read_manifest(path)
-    rebuild = f"build a new index: {BUILD} --encoder {encoder_name} --output ANOTHER_FOLDER"
-    kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
-    is_hashing = encoder_name == HASHING
-    # Asked before the encoder is loaded, which may take long.
-    if is_hashing != (kept_encoder == HASHING):
-        _refuse(path, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
-    if style not in ("auto", kept_style) and not is_hashing:
-        _refuse(path, "style", kept_style, style, f"Remove --encoder-style, or {rebuild} --encoder-style {style}")
-    if is_hashing:
+    manifest = read_manifest(path)
+    name = settings.encoder
+    rebuild = _rebuild(name)
+    index_encoder = manifest.text("encoder")
+    index_style = manifest.text("style", "plain")
+    _check_names(path, settings, index_encoder=index_encoder, index_style=index_style)
+    if name == HASHING:
         encoder = HashingEncoder.load(path)
-    elif known and known.settings.get("style") == kept_style:
-        encoder = known
+    elif loaded_encoder and loaded_encoder.settings.get("style") == index_style:
+        encoder = loaded_encoder
     else:
-        encoder = make_encoder(replace(settings, encoder_style=kept_style), (), device, batch_size)
+        encoder = make_encoder(
+            replace(settings, encoder_style=index_style),
+            documents=(),
+            device=device,
+            batch_size=batch_size,
+        )
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
-            _refuse(path, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
+            difference = f"{key} {manifest.values.get(key)}, not {value}"
+            raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
-    fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
-    if not same_vectors(fresh, np.stack(list(probes.values()))):
-        asked = f"this version of {encoder_name}: the vectors differ"
-        _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
+    probe_passages = [passages.at(place) for place in probes]
+    recomputed = encoder.encode_passages(probe_passages, lambda n: None)
+    if not same_vectors(recomputed, np.stack(list(probes.values()))):
+        difference = f"encoder {index_encoder}, not this version of {name}: the vectors differ"
+        raise _mismatch(path, difference, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
 
 
-def same_vectors(fresh: np.ndarray, before: np.ndarray) -> bool:
-    """Whether an encoder gives the vectors [N, d] that it gave before, up to its precision; False if one is NaN."""
-    lengths = np.maximum(np.linalg.norm(before, axis=1), 1)  # of a text without a known word 0
-    return bool((np.linalg.norm(fresh - before, axis=1) <= FURTHEST * lengths).all())
+def _check_names(
+    path: Path,
+    settings: EncoderSettings,
+    index_encoder: str,
+    index_style: str,
+) -> None:
+    """Raises R3LiteError if the settings name another encoder or style: before the encoder is loaded, which may take
+    long."""
+    name = settings.encoder
+    style = settings.encoder_style
+    rebuild = _rebuild(name)
+    is_hashing = name == HASHING
+    if is_hashing != (index_encoder == HASHING):
+        difference = f"encoder {index_encoder}, not {name}"
+        raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
+    if style not in ("auto", index_style) and not is_hashing:
+        difference = f"style {index_style}, not {style}"
+        raise _mismatch(path, difference, f"Remove --encoder-style, or {rebuild} --encoder-style {style}")
 
 
-def _refuse(path: Path, what: str, kept, asked, remedy: str) -> NoReturn:
-    raise R3LiteError(f"the index {path} was built with {what} {kept}, not {asked}", remedy)
+def _rebuild(encoder: str) -> str:
+    return f"build a new index: {BUILD} --encoder {encoder} --output ANOTHER_FOLDER"
+
+
+def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
+    """Returns True if an encoder gives the vectors [N, d] that are stored, up to its precision; False if one is
+    NaN."""
+    lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # of a text without a known word 0
+    distances = np.linalg.norm(recomputed - stored, axis=1)
+    return bool((distances <= FURTHEST * lengths).all())
+
+
+def _mismatch(path: Path, difference: str, remedy: str) -> R3LiteError:
+    return R3LiteError(f"the index {path} was built with {difference}", remedy)
 
 
 def read_documents(path: Path) -> Passages:
-    """The passages of an index, without its vectors and encoder."""
+    """Returns the passages of an index, without its vectors and encoder."""
     return consistent(path, lambda folder: folder.passages())
 
 
-def consistent(path: Path, read: Callable[["Folder"], T]) -> T:
-    """What `read` makes of a folder. If another process edits the index meanwhile, its files may be gone before they
-    are opened, and all is read again."""
-    folder = Folder(path)
+def consistent(path: Path, read: Callable[["IndexFolder"], T]) -> T:
+    """Returns the result of `read` on a folder.
+
+    If another process edits the index meanwhile, its files may be gone before they are opened, and all is read again.
+    """
+    folder = IndexFolder(path)
     while True:
         try:
             return read(folder)
         except (R3LiteError, OSError):
-            now = Folder(path)
-            if now.manifest.values == folder.manifest.values:
+            current = IndexFolder(path)
+            if current.manifest.values == folder.manifest.values:
                 raise
-            folder = now
+            folder = current
 
 
 def read_manifest(path: Path) -> Record:
+    """Returns the manifest of an index folder, with the keys that older indexes lack.
+
+    Raises R3LiteError if it is not the manifest of an index of this version.
+    """
     remedy = f"Build one in a new folder: {BUILD} --output FOLDER"
     with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy):
         manifest = read_record(path / MANIFEST, remedy)
-        if (version := manifest.whole("version")) != VERSION:
+        version = manifest.whole("version")
+        if version != VERSION:
             raise manifest.error(f"version {version}, not {VERSION}")
         for key in ("encoder", "fingerprint"):
             manifest.text(key)
@@ -189,17 +260,20 @@ def read_manifest(path: Path) -> Record:
     return manifest
 
 
-class Folder:
+class IndexFolder:
     """An index folder as its manifest describes it now. Raises R3LiteError if a file does not belong to it."""
 
     def __init__(self, path: Path):
-        self.path, self.manifest = path, read_manifest(path)
-        encoder, files = self.manifest.text("encoder"), self.manifest.record("files")
+        self.path = path
+        self.manifest = read_manifest(path)
+        encoder = self.manifest.text("encoder")
+        files = self.manifest.record("files")
         self.remedy = f"Restore it, or build the index again: {BUILD} --encoder {encoder} --output {path}"
         self.digests = {name: files.text(name, None) for name in files.values}  # older indexes have none
 
     def file(self, role: str) -> Path | None:
-        """The file that is the index, what was added or what was deleted, checked by its digest; None without one."""
+        """Returns the file of the index, or of added vectors or deleted places, checked by its digest; None without
+        one."""
         name = next((name for name in self.digests if name.startswith(role)), None)
         if name is None:
             return None
@@ -209,58 +283,70 @@ class Folder:
         return self.path / name
 
     def deleted(self) -> np.ndarray:
-        """The places of deleted passages, sorted."""
+        """Returns the places of deleted passages, sorted."""
         path = self.file("deleted")
         return np.fromfile(path, dtype="<i8") if path else np.empty(0, np.int64)
 
     def passages(self) -> Passages:
+        """Returns the passages. Raises R3LiteError if they are not those of the manifest."""
         deleted = self.deleted()
-        passages = Passages(self.path, self.manifest.whole("passages") + len(deleted), deleted, self.remedy)
+        places = self.manifest.whole("passages") + len(deleted)
+        passages = Passages(self.path, places=places, deleted=deleted, remedy=self.remedy)
         if len(passages) <= COMPARED and fingerprint(passages) != self.manifest.text("fingerprint"):
-            raise self._unfit(f"{PASSAGES} has changed since it was indexed")
+            raise self._damaged(f"{PASSAGES} has changed since it was indexed")
         return passages
 
     def vectors(self) -> tuple[Vectors, dict[int, np.ndarray]]:
-        """The vectors of an index, and some of them as the encoder gave them, by their places."""
-        path, added, manifest = self.file("index"), self.file("added"), self.manifest
-        base = open_vectors(path, manifest.text("kind"), self.remedy)
-        vectors = Vectors(base, added and open_vectors(added, "flat", self.remedy), self.deleted())
-        dimension, indexed = manifest.whole("dimension"), manifest.whole("passages")
-        if (passages := vectors.places - len(vectors.deleted)) != indexed:
-            raise self._unfit(f"{path.name} has {passages} vectors for {indexed} passages")
+        """Returns the vectors of an index, and some of them as the encoder gave them, by their places."""
+        path = self.file("index")
+        added_path = self.file("added")
+        base = open_vectors(path, self.manifest.text("kind"), self.remedy)
+        added = open_vectors(added_path, "flat", self.remedy) if added_path else None
+        vectors = Vectors(base, added, self.deleted())
+        dimension = self.manifest.whole("dimension")
+        passages = self.manifest.whole("passages")
+        live = vectors.places - len(vectors.deleted)
+        if live != passages:
+            raise self._damaged(f"{path.name} has {live} vectors for {passages} passages")
         if base.d != dimension:
-            raise self._unfit(f"{path.name} has {base.d} dimensions, not {dimension}")
-        if None in self.digests.values() and not all(np.isfinite(b).all() for b in blocks_of(base)):  # an older index
-            raise self._unfit(f"{path.name} has vectors that are not finite")
-        if "probed" not in manifest:
-            return vectors, {place: base.reconstruct(place) for place in probed(base.ntotal)}
-        places = probed(manifest.whole("probed", low=1, high=vectors.places))
-        check_regular(self.path / PROBES, self.remedy)
-        kept = np.fromfile(self.path / PROBES, dtype="<f4")
-        if len(kept) != len(places) * dimension:
-            raise self._unfit(f"{PROBES} does not have {len(places)} vectors")
-        return vectors, dict(zip(places, kept.reshape(-1, dimension), strict=True))
+            raise self._damaged(f"{path.name} has {base.d} dimensions, not {dimension}")
+        is_older = None in self.digests.values()
+        if is_older and not all(np.isfinite(block).all() for block in blocks_of(base)):
+            raise self._damaged(f"{path.name} has vectors that are not finite")
+        return vectors, self._probes(vectors, dimension)
 
-    def _unfit(self, problem: str) -> R3LiteError:
+    def _probes(self, vectors: Vectors, dimension: int) -> dict[int, np.ndarray]:
+        """Returns some vectors as the encoder gave them, by their places; of an older index, as it has them itself."""
+        if "probed" not in self.manifest:
+            base = vectors.base
+            return {place: base.reconstruct(place) for place in probed(base.ntotal)}
+        places = probed(self.manifest.whole("probed", low=1, high=vectors.places))
+        check_regular(self.path / PROBES, self.remedy)
+        numbers = np.fromfile(self.path / PROBES, dtype="<f4")
+        if len(numbers) != len(places) * dimension:
+            raise self._damaged(f"{PROBES} does not have {len(places)} vectors")
+        return dict(zip(places, numbers.reshape(-1, dimension), strict=True))
+
+    def _damaged(self, problem: str) -> R3LiteError:
         return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy)
 
 
 def probed(places: int) -> list[int]:
-    """The places of the passages by which an encoder is known again."""
+    """Returns the places of the passages by which an encoder is recognized."""
     return sorted({0, places // 2, places - 1})
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; of one larger than READ_WHOLE, of its size and pieces that are evenly spaced in it."""
+    """Returns SHA-256 of a file; of one larger than READ_WHOLE, of its size and pieces evenly spaced in it."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size <= READ_WHOLE:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        found = hashlib.sha256(str(size).encode())
+        sha256 = hashlib.sha256(str(size).encode())
         for i in range(PIECES):
             file.seek(i * (size - PIECE) // (PIECES - 1))
-            found.update(file.read(PIECE))
-        return found.hexdigest()
+            sha256.update(file.read(PIECE))
+        return sha256.hexdigest()
 
 
 def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
@@ -268,40 +354,52 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
 
     Raises R3LiteError if it has another passage of the same id.
     """
-    new = {d.id: d for d in documents}
-    given = len(new)
-    for there in opened.documents:
-        if new.pop(there.id, there) != there:
-            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"Also pass --delete {there.id}")
-    if not new:
-        return 0, given
-    fresh, vectors = list(new.values()), opened.vectors
-    made = list(encoded(opened.encoder, fresh))
-    folder = Folder(path)
-    waiting = faiss.IndexFlatIP(vectors.base.d)
+    new_by_id = {document.id: document for document in documents}
+    count = len(new_by_id)
+    for existing in opened.documents:
+        if new_by_id.pop(existing.id, existing) != existing:
+            cause = f"{path} has another passage with the id {existing.id!r}"
+            raise R3LiteError(cause, f"Also pass --delete {existing.id}")
+    if not new_by_id:
+        return 0, count
+    new = list(new_by_id.values())
+    vectors = opened.vectors
+    new_vectors = list(encoded(opened.encoder, new))
+    folder = IndexFolder(path)
+    added = faiss.IndexFlatIP(vectors.base.d)
     if vectors.added:
-        add_vectors(waiting, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
-    add_vectors(waiting, made)
-    write_passages(path, fresh, vectors.places)
-    replaced, written = "added", waiting
-    if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
-        written = open_vectors(folder.file("index"), folder.manifest.text("kind"), folder.remedy, mapped=False)
-        add_vectors(written, blocks_of(waiting))
+        add_vectors(added, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
+    add_vectors(added, new_vectors)
+    write_passages(path, new, vectors.places)
+    if added.ntotal > max(MANY, vectors.base.ntotal // 10):
+        kind = folder.manifest.text("kind")
+        base = open_vectors(folder.file("index"), kind, folder.remedy, mapped=False)
+        add_vectors(base, blocks_of(added))
+        name = f"index-{_next(folder)}.faiss"
+        write_vectors(base, path / name)
         replaced = ("index", "added")
-    name = f"{'added' if written is waiting else 'index'}-{_next(folder)}.faiss"
-    write_vectors(written, path / name)
-    places = len(vectors.deleted) + len(opened.documents) + len(fresh)
-    _publish(folder, replaced, name, Passages(path, places, vectors.deleted, folder.remedy))
-    return len(fresh), given - len(fresh)
+    else:
+        name = f"added-{_next(folder)}.faiss"
+        write_vectors(added, path / name)
+        replaced = ("added",)
+    places = len(vectors.deleted) + len(opened.documents) + len(new)
+    passages = Passages(path, places=places, deleted=vectors.deleted, remedy=folder.remedy)
+    _publish(folder, replaced, name=name, passages=passages)
+    return len(new), count - len(new)
 
 
 def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
-    """Deletes the passages of these ids; returns how many, and how many had been deleted before, as by a command that
-    was killed after that. R3LiteError if one was never there, or none would stay."""
-    folder, wanted = Folder(path), set(ids)
-    passages, deleted = folder.passages(), folder.deleted()
-    numbers = [i for i, document in enumerate(passages) if document.id in wanted]
-    absent = wanted - {passages[i].id for i in numbers}
+    """Deletes the passages of these ids; returns how many, and how many had been deleted by an earlier command.
+
+    An earlier command may have been killed after that. Raises R3LiteError if an id was never in the index, or if no
+    passage would be left.
+    """
+    folder = IndexFolder(path)
+    id_set = set(ids)
+    passages = folder.passages()
+    deleted = folder.deleted()
+    numbers = [i for i, document in enumerate(passages) if document.id in id_set]
+    absent = id_set - {passages[i].id for i in numbers}
     if absent:
         never = absent - {passages.at(place).id for place in deleted}
         if never:
@@ -310,30 +408,49 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
         return 0, len(absent)
     if len(numbers) == len(passages):
         raise R3LiteError(f"no passage of {path} would be left", "Delete the folder instead.")
-    after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
+    all_deleted = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
-    (path / name).write_bytes(after.tobytes())
-    _publish(folder, "deleted", name, Passages(path, len(passages) + len(deleted), after, folder.remedy))
+    (path / name).write_bytes(all_deleted.tobytes())
+    remaining = Passages(
+        path,
+        places=len(passages) + len(deleted),
+        deleted=all_deleted,
+        remedy=folder.remedy,
+    )
+    _publish(folder, ("deleted",), name=name, passages=remaining)
     return len(numbers), len(absent)
 
 
-def _next(folder: Folder) -> int:
-    """The number of an edit, which no file of the index has."""
+def _next(folder: IndexFolder) -> int:
+    """Returns the number of the next edit, which no file of the index has."""
     return folder.manifest.whole("edit", 0) + 1
 
 
-def _publish(folder: Folder, replaced: str | tuple[str, ...], name: str, passages: Passages) -> None:
-    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes what
-    the new one does not name."""
-    kept = {kept: value for kept, value in folder.digests.items() if not kept.startswith(replaced)}
-    files = {file: value or digest(folder.path / file) for file, value in (kept | {name: None}).items()}
-    changed = {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
-    write_json(folder.path / MANIFEST, folder.manifest.values | changed | {"edit": _next(folder)})
+def _publish(
+    folder: IndexFolder,
+    replaced: tuple[str, ...],
+    name: str,
+    passages: Passages,
+) -> None:
+    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes files
+    that the new one does not name."""
+    files = {}
+    for file, file_digest in folder.digests.items():
+        if not file.startswith(replaced):
+            files[file] = file_digest or digest(folder.path / file)
+    files[name] = digest(folder.path / name)
+    changes = {
+        "passages": len(passages),
+        "fingerprint": fingerprint(passages),
+        "files": files,
+        "edit": _next(folder),
+    }
+    write_json(folder.path / MANIFEST, folder.manifest.values | changes)
     tidy(folder.path, files)
 
 
 def tidy(folder: Path, names: Container[str]) -> None:
-    """Removes the vectors and deletions that are not those of a manifest: a kill may have come before this."""
+    """Removes files of vectors and deletions that a manifest does not name: a kill may have left them."""
     for path in folder.iterdir():
         if PARTS.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it

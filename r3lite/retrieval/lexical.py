@@ -14,7 +14,7 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Retrieve
 from r3lite.core.errors import R3LiteError, extra
 from r3lite.retrieval.conventions import composed, passage_text
-from r3lite.retrieval.search import Search, best, found
+from r3lite.retrieval.search import Search, best, with_scores
 from r3lite.retrieval.setup import Setup
 
 # A word may be one character long, as in "Apollo 9" and "vitamin K", but the s of "Apollo's" is none. bm25s wants two.
@@ -24,6 +24,7 @@ BLOCK = 4096  # passages whose words are read between two looks at the bar
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:
+    """Returns the retriever of the settings' passages by BM25."""
     return Search(Lexical(setup.documents), top_k, setup.own)
 
 
@@ -34,31 +35,50 @@ class Lexical:
         with extra("retrieval", "lexical retrieval", "Or use --retriever semantic --encoder hashing."):
             import bm25s
             import Stemmer
-        how = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "return_ids": False, "show_progress": False}
         self.documents = documents
-        self._tokenize = partial(bm25s.tokenize, token_pattern=WORD, **how)
+        self._tokenize = partial(
+            bm25s.tokenize,
+            token_pattern=WORD,
+            stopwords="en",
+            stemmer=Stemmer.Stemmer("english"),
+            return_ids=False,
+            show_progress=False,
+        )
         words: list[list[str]] = []
         for start in tqdm(range(0, len(documents), BLOCK), "reading words", unit="block", **BRIEF):
-            words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
+            block = documents[start : start + BLOCK]
+            words += self._words([passage_text(document) for document in block])
         if not any(words):
             raise R3LiteError("no passage has a word for BM25", "Use another --corpus or --retriever.")
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
         self.bm25.index(words, show_progress=False)
 
     def _words(self, texts: list[str]) -> list[list[str]]:
-        """The stems of each text's words."""
+        """Returns the stems of each text's words."""
         return self._tokenize([composed(text) for text in texts])
 
-    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
-        """Only passages that share a word with the query are found: fewer than `k`, perhaps none."""
-        confined = own or [None] * len(queries)
-        return [self._search(words, k, mine) for words, mine in zip(self._words(queries), confined, strict=True)]
+    def search(
+        self,
+        queries: list[str],
+        k: int,
+        own: list[tuple[int, ...]] | None = None,
+    ) -> list[list[Document]]:
+        """Returns the `k` best passages of each query that share a word with it: perhaps fewer, or none."""
+        places_by_query = own or [None] * len(queries)
+        rankings = []
+        for words, places in zip(self._words(queries), places_by_query, strict=True):
+            rankings.append(self._search(words, k, places))
+        return rankings
 
     def _search(self, words: list[str], k: int, own: tuple[int, ...] | None) -> list[Document]:
-        known = self.bm25.get_tokens_ids(words)
-        if not known:
+        token_ids = self.bm25.get_tokens_ids(words)
+        if not token_ids:
             return []
-        scores = self.bm25.get_scores_from_ids(known)  # [passages]
-        places = best(scores, k) if own is None else np.array(own)[best(scores[list(own)], k)]
+        scores = self.bm25.get_scores_from_ids(token_ids)  # [passages]
+        if own is None:
+            places = best(scores, k)
+        else:
+            order = best(scores[list(own)], k)
+            places = np.array(own)[order]
         places = places[scores[places] > 0]
-        return found(self.documents, places, scores[places], "lexical")
+        return with_scores(self.documents, places, scores=scores[places], source="lexical")

@@ -1,4 +1,5 @@
-"""Procedures: what to do in a kind of case, step by step, in a JSON file; that which fits a question is found for it.
+"""Procedures: instructions for a kind of case, step by step, in a JSON file; and the search for the one that fits a
+question.
 
 Owns the file's form: a list of objects of `name`, `description`, `trigger` (words and phrases with commas between),
 `category`, `priority` and `steps`, each an `action` with or without a `condition`.
@@ -20,13 +21,14 @@ from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.settings import ProcedureSettings
 
-TRIGGER, PRIORITY = 10.0, 0.5  # what a trigger that is there and a unit of priority add to a score
+TRIGGER = 10.0  # added to a score for a trigger that is in the text
+PRIORITY = 0.5  # added for each unit of priority
 REMEDY = "See docs/procedures.md; check the file with python -m r3lite.procedures --procedures FILE."
 
 
 @dataclass(frozen=True)
 class Procedure:
-    """What to do in a kind of case."""
+    """Instructions for a kind of case."""
 
     name: str
     description: str
@@ -37,17 +39,20 @@ class Procedure:
 
     @cached_property
     def triggers(self) -> list[str]:
-        return [phrase for part in self.trigger.split(",") if (phrase := folded(part))]
+        phrases = [folded(part) for part in self.trigger.split(",")]
+        return [phrase for phrase in phrases if phrase]
 
     def score(self, text: str) -> float:
-        """TRIGGER for each of its triggers that stands in a text as whole words, plus PRIORITY for each unit of
-        priority; 0 if there is none, however high its priority."""
+        """Returns TRIGGER for each of its triggers that a text contains as whole words, plus PRIORITY for each unit of
+        priority; 0 if the text contains none, however high the priority."""
         words = folded(text)
-        there = sum(_stands_in(phrase, words) for phrase in self.triggers)
-        return TRIGGER * there + PRIORITY * self.priority if there else 0.0
+        count = sum(_contains(words, phrase) for phrase in self.triggers)
+        if count == 0:
+            return 0.0
+        return TRIGGER * count + PRIORITY * self.priority
 
     def text(self) -> str:
-        """As the model reads it."""
+        """Returns the text that the model reads."""
         lines = [f"Procedure: {self.name}. {self.description}"]
         for number, step in enumerate(self.steps, 1):
             condition = f" (condition: {step['condition']})" if "condition" in step else ""
@@ -59,24 +64,33 @@ class Procedure:
         steps = record.records("steps")
         if not steps:
             raise record.error(f"{record.path}steps is empty")
-        name, description, priority = (
-            record.text("name"),
-            record.text("description"),
-            record.number("priority", 0.0, 0.0),
+        return Procedure(
+            name=record.text("name"),
+            description=record.text("description"),
+            priority=record.number("priority", 0.0, 0.0),
+            trigger=record.text("trigger", "", blank=True),
+            category=record.text("category", "", blank=True),
+            steps=tuple(_step(step) for step in steps),
         )
-        trigger, category = (record.text(key, "", blank=True) for key in ("trigger", "category"))
-        pairs = [(step.text("action"), step.text("condition", "", blank=True)) for step in steps]
-        actions = tuple({"action": action} | ({"condition": when} if when else {}) for action, when in pairs)
-        return Procedure(name, description, trigger, category, priority, actions)
 
 
-def _stands_in(phrase: str, words: str) -> bool:
-    """Whether a phrase stands in a text as whole words. Most do not stand in it at all, and need no pattern."""
-    return phrase in words and bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words))
+def _step(record: Record) -> dict[str, str]:
+    step = {"action": record.text("action")}
+    condition = record.text("condition", "", blank=True)
+    if condition:
+        step["condition"] = condition
+    return step
+
+
+def _contains(text: str, phrase: str) -> bool:
+    """Returns True if a text contains a phrase as whole words."""
+    if phrase not in text:  # most phrases, which need no pattern
+        return False
+    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
 
 
 def read_procedures(path: str | Path) -> list[Procedure]:
-    """The procedures of a file, which holds a list or a single one, or of all such *.json files of a folder.
+    """Returns the procedures of a file, which has a list or a single one, or of all such *.json files of a folder.
 
     Hidden files are left out: macOS writes one, such as ._a.json, beside each on some disks. Raises R3LiteError if a
     procedure is not valid.
@@ -86,15 +100,19 @@ def read_procedures(path: str | Path) -> list[Procedure]:
         files = [file for file in sorted(Path(path).glob("*.json")) if not file.name.startswith(".")]
     if not files:
         raise R3LiteError(f"the folder {path} has no *.json file", REMEDY)
-    found: dict[str, Procedure] = {}
+    by_name: dict[str, Procedure] = {}
     for file in files:
         value = within(file, REMEDY, read_text(file, REMEDY))
-        listed = Record({"procedures": [value] if isinstance(value, dict) else value}, Source(str(file), REMEDY))
-        for record in listed.records("procedures"):
+        if isinstance(value, dict):
+            value = [value]
+        content = Record({"procedures": value}, Source(str(file), REMEDY))
+        for record in content.records("procedures"):
             procedure = Procedure.from_json(record)
-            if found.setdefault(folded(procedure.name), procedure) is not procedure:
+            name = folded(procedure.name)
+            if name in by_name:
                 raise record.error(f"two procedures are named {procedure.name}")
-    return list(found.values())
+            by_name[name] = procedure
+    return list(by_name.values())
 
 
 def to_json(procedures: list[Procedure]) -> str:
@@ -105,45 +123,61 @@ class Finder:
     """Finds the procedure that fits a question: by triggers, and where none is there by the nearest description."""
 
     def __init__(self, procedures: list[Procedure], encoder: Encoder | None, floor: float):
-        """Without an `encoder`, triggers alone count."""
-        self.procedures, self.encoder, self.floor = procedures, encoder, floor
-        described = [Document("", p.name, p.description) for p in procedures]
-        self.vectors = encoder.encode_passages(described, lambda n: None) if encoder and procedures else None
+        """Takes an `encoder` of descriptions; without one, triggers alone count."""
+        self.procedures = procedures
+        self.encoder = encoder
+        self.floor = floor
+        self.vectors = None
+        if encoder and procedures:
+            descriptions = [Document("", procedure.name, procedure.description) for procedure in procedures]
+            self.vectors = encoder.encode_passages(descriptions, lambda n: None)
 
     def scores(self, text: str) -> list[float]:
-        """The score of each procedure's triggers."""
+        """Returns the score of each procedure's triggers."""
         return [procedure.score(text) for procedure in self.procedures]
 
     def cosines(self, text: str) -> np.ndarray:
-        """The cosine of each procedure's description with a text."""
+        """Returns the cosine of each procedure's description with a text."""
         query = self.encoder.encode_queries([text])[0]
         products = self.vectors @ query
         if self.encoder.settings.get("similarity") != "dot":
             return products
-        return products / (np.linalg.norm(self.vectors, axis=1) * np.linalg.norm(query))
+        lengths = np.linalg.norm(self.vectors, axis=1) * np.linalg.norm(query)
+        return products / lengths
 
     def find(self, text: str) -> Procedure | None:
-        """The procedure of the highest score; of equal ones the first of the file."""
+        """Returns the procedure of the highest score; of equal ones the first of the file."""
         if not self.procedures:
             return None
-        found, least = self.scores(text), TRIGGER
-        if self.vectors is not None and max(found) < TRIGGER:
-            found, least = self.cosines(text), self.floor
-        best = int(np.argmax(found))
-        return self.procedures[best] if found[best] >= least else None
+        scores = self.scores(text)
+        threshold = TRIGGER
+        if self.vectors is not None and max(scores) < TRIGGER:
+            scores = self.cosines(text)
+            threshold = self.floor
+        best = int(np.argmax(scores))
+        return self.procedures[best] if scores[best] >= threshold else None
 
     def before(self, question: Question) -> Question:
-        """The question with the procedure that fits it."""
-        found = self.find(question.text)
-        return replace(question, procedure=found.text()) if found else question
+        """Returns the question with the procedure that fits it."""
+        procedure = self.find(question.text)
+        if procedure is None:
+            return question
+        return replace(question, procedure=procedure.text())
 
 
-def open_finder(settings: ProcedureSettings, encoder: Callable[[], Encoder | None]) -> Finder | None:
-    """The finder of the settings; None if they name no file. `encoder` loads that of queries, None if it is hashing."""
+def open_finder(
+    settings: ProcedureSettings,
+    encoder: Callable[[], Encoder | None],
+) -> Finder | None:
+    """Returns the finder of the settings; None if they name no file.
+
+    `encoder` loads the encoder of queries, and returns None if that is hashing.
+    """
     if settings.procedures is None:
         return None
     procedures = read_procedures(settings.procedures)
-    made = None
+    description_encoder = None
     if settings.procedures_by != "triggers":
-        made = encoder() or HashingEncoder.fit(f"{p.name} {p.description}" for p in procedures)
-    return Finder(procedures, made, settings.procedures_floor)
+        descriptions = (f"{procedure.name} {procedure.description}" for procedure in procedures)
+        description_encoder = encoder() or HashingEncoder.fit(descriptions)
+    return Finder(procedures, description_encoder, settings.procedures_floor)

@@ -1,8 +1,8 @@
 """Vectors of queries on the disk, so that a query that was encoded once is not encoded again, by whatever run.
 
-A file of SQLite, which several processes may use at once. A vector is kept under its query and all that decides its
-bits: the encoder's settings, and what it makes of a probe. So other weights, and a processor or a number of threads
-that rounds otherwise, find nothing that is not theirs, and a run gives the same with a full cache as with an empty one.
+A file of SQLite, which several processes may use at once. The key of a vector is its query and all that decides its
+bits: the encoder's settings, and its vector of a probe. So other weights, and a processor or a number of threads that
+rounds otherwise, read nothing that is not theirs, and a run gives the same with a full cache as with an empty one.
 """
 
 import hashlib
@@ -28,12 +28,15 @@ USED = "(page_count - freelist_count) * page_size FROM pragma_page_count, pragma
 
 
 class QueryCache:
-    """The file. Beyond `most` MiB the oldest are deleted first. Safe in threads."""
+    """The file of the vectors. It has up to `limit_mib` MiB; beyond that the oldest are deleted first. Safe in
+    threads."""
 
-    def __init__(self, path: str | Path, most: int):
+    def __init__(self, path: str | Path, limit_mib: int):
         """Raises R3LiteError if the file is no such cache or cannot be written."""
-        self.path, self.most = Path(path).expanduser(), most << 20
-        self.asked = self.there = 0
+        self.path = Path(path).expanduser()
+        self.limit = limit_mib << 20
+        self.queries = 0  # since the last call of `metrics`
+        self.hits = 0
         self._lock = threading.Lock()
         self._working = True
         check_writable(self.path.absolute().parent)
@@ -46,43 +49,55 @@ class QueryCache:
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
+        """Returns the vector of each key: from the file, else of `make` for its place, which is then written."""
         with self._lock:
-            kept = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
-            made = {i: make(i) for i, vector in enumerate(kept) if vector is None}
-            self.asked, self.there = self.asked + len(kept), self.there + len(kept) - len(made)
-            if made:
-                self._tried(lambda: self._write([(keys[i], vector.tobytes()) for i, vector in made.items()]))
-            return [made.get(i, vector) for i, vector in enumerate(kept)]
+            cached = self._tried(lambda: [self._read(key) for key in keys])
+            if cached is None:
+                cached = [None] * len(keys)
+            new = {i: make(i) for i, vector in enumerate(cached) if vector is None}
+            self.queries += len(keys)
+            self.hits += len(keys) - len(new)
+            if new:
+                rows = [(keys[i], vector.tobytes()) for i, vector in new.items()]
+                self._tried(lambda: self._write(rows))
+            return [new.get(i, vector) for i, vector in enumerate(cached)]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the queries since the last call; none if there was no query."""
+        """Returns metrics of the queries since the last call; none if there was no query."""
         with self._lock:
-            ratio = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
-            self.asked = self.there = 0
-            return ratio
+            metrics = {}
+            if self.queries:
+                metrics["queries/cached_ratio"] = self.hits / self.queries
+            self.queries = 0
+            self.hits = 0
+            return metrics
 
     def line(self) -> str:
-        """The same in words."""
-        asked, share = self.asked, self.metrics().get("queries/cached_ratio", 0.0)
-        return f"{share:.0%} of {asked} queries were cached in {self.path}"
+        """Returns the metrics of the queries since the last call in words."""
+        queries = self.queries
+        share = self.metrics().get("queries/cached_ratio", 0.0)
+        return f"{share:.0%} of {queries} queries were cached in {self.path}"
 
     def _read(self, key: bytes) -> np.ndarray | None:
         row = self._file.execute("SELECT vector FROM queries WHERE key = ?", (key,)).fetchone()
-        return np.frombuffer(row[0], "<f4") if row else None
+        if row is None:
+            return None
+        return np.frombuffer(row[0], "<f4")
 
     def _write(self, rows: list[tuple[bytes, bytes]]) -> None:
         oldest = "SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10"
         with self._file:  # one transaction
             self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
-            while self._file.execute(f"SELECT {USED}").fetchone()[0] > self.most:
+            while self._file.execute(f"SELECT {USED}").fetchone()[0] > self.limit:
                 # A tenth at a time, so that not every query deletes.
                 self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
 
     def _tried(self, work: Callable):
-        """What `work` returns; None once the file has failed, with a warning."""
+        """Returns the result of `work`; None once the file has failed, with a warning."""
+        if not self._working:
+            return None
         try:
-            return work() if self._working else None
+            return work()
         except sqlite3.Error as error:
             self._working = False
             print(f"warning: continuing without --query-cache {self.path}: {error}", file=sys.stderr)
@@ -92,19 +107,32 @@ class QueryCache:
 class CachedEncoder:
     """An encoder whose queries go through a cache.
 
-    A query that is not there is encoded alone: in a batch its last bits would depend on the others.
+    A query that is not in it is encoded alone: in a batch its last bits would depend on the other queries.
     """
 
     def __init__(self, encoder: Encoder, cache: QueryCache):
-        self.encoder, self.cache = encoder, cache
-        self.dimension, self.settings = encoder.dimension, encoder.settings
+        self.encoder = encoder
+        self.cache = cache
+        self.dimension = encoder.dimension
+        self.settings = encoder.settings
+        settings = json.dumps(encoder.settings, sort_keys=True).encode()
         probe = encoder.encode_queries([PROBE]).tobytes()
-        self._identity = hashlib.sha256(json.dumps(encoder.settings, sort_keys=True).encode() + probe).digest()
+        self._identity = hashlib.sha256(settings + probe).digest()
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
         keys = [hashlib.sha256(self._identity + query.encode()).digest() for query in queries]
-        found = self.cache.vectors(keys, lambda i: self.encoder.encode_queries([queries[i]])[0])
-        return np.stack(found) if found else np.empty((0, self.dimension), np.float32)
 
-    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        def encode(i: int) -> np.ndarray:
+            return self.encoder.encode_queries([queries[i]])[0]
+
+        vectors = self.cache.vectors(keys, encode)
+        if not vectors:
+            return np.empty((0, self.dimension), np.float32)
+        return np.stack(vectors)
+
+    def encode_passages(
+        self,
+        documents: list[Document],
+        advance: Callable[[int], object],
+    ) -> np.ndarray:
         return self.encoder.encode_passages(documents, advance)

@@ -28,8 +28,8 @@ from r3lite.retrieval.conventions import (
     unknown_keys,
 )
 
-MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # what --rerank auto names
-CANDIDATES = 3  # for each passage that is kept
+MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # of --rerank auto
+CANDIDATES = 3  # for each passage of the result
 INCREASING = ("Identity", "Sigmoid", "Tanh")  # functions of the logit that leave passages in their order
 SPECIAL = 3  # [CLS] query [SEP] passage [SEP]
 # Pairs read together. A processor's core gains nothing by more, and they would be padded to the longest: for 15
@@ -38,7 +38,7 @@ BATCH = 4
 
 
 class Reranker(Protocol):
-    """What scores pairs of a query and a passage, higher for a better one."""
+    """Scores pairs of a query and a passage, higher for a better one."""
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]: ...
 
@@ -48,7 +48,8 @@ class CrossEncoder:
 
     def __init__(self, name: str, dtype: str = "fp32", batch_size: int = BATCH):
         folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or remove --rerank.")
-        self.model, self.batch_size = load_bert_scorer(folder, DTYPES[dtype]), batch_size
+        self.model = load_bert_scorer(folder, DTYPES[dtype])
+        self.batch_size = batch_size
         settings = model_settings(folder, CROSS_ENCODER)
         self.prefix = default_prompt(settings)
         module = optional(folder / "sentence_bert_config.json")
@@ -59,37 +60,44 @@ class CrossEncoder:
             activation = record.text("activation_fn", INCREASING[0]).rpartition(".")[2]
             if activation not in INCREASING:
                 raise record.error(f"activation_fn is {activation}, which may change the order of passages")
-        config, path = self.model.config, folder / "tokenizer.json"
-        self.tokenizer = text_tokenizer(path, min(longest(folder), config.max_position_embeddings), config.vocab_size)
+        config = self.model.config
+        path = folder / "tokenizer.json"
+        max_length = min(longest(folder), config.max_position_embeddings)
+        self.tokenizer = text_tokenizer(path, max_length, config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
             raise R3LiteError(f"{path} does not encode pairs of texts as a BERT cross-encoder does", REMEDY)
 
     @torch.inference_mode()
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """The logit of each pair of query and passage."""
-        out = torch.zeros(len(pairs))
+        """Returns the logit of each pair of query and passage."""
+        logits = torch.zeros(len(pairs))
         pairs = [(self.prefix + query, passage) for query, passage in pairs]
         for batch in batches(self.tokenizer.encode_batch(pairs), self.batch_size, "cpu"):
-            out[batch.rows] = self.model(batch.tokens, batch.real, batch.segments).float()
-        return out.tolist()
+            logits[batch.rows] = self.model(batch.tokens, batch.real, batch.segments).float()
+        return logits.tolist()
 
 
 class Reranked:
-    """A retriever of candidates, of which the `top_k` that the cross-encoder scores highest are kept.
+    """A retriever of the `top_k` candidates of another retriever that the cross-encoder scores highest.
 
     A document's score becomes the cross-encoder's; its source stays the retriever that found it.
     """
 
     def __init__(self, retrieve: Retrieve, reranker: Reranker, top_k: int):
-        self.retrieve, self.reranker, self.top_k = retrieve, reranker, top_k
+        self.retrieve = retrieve
+        self.reranker = reranker
+        self.top_k = top_k
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         candidates = self.retrieve(pairs)
-        asked = [(query, passage_text(d)) for (_, query), found in zip(pairs, candidates, strict=True) for d in found]
-        unique = list(dict.fromkeys(asked))  # episodes of one group ask the same
-        score_of = dict(zip(unique, self.reranker.scores(unique), strict=True))
-        kept = []
-        for (_, query), found in zip(pairs, candidates, strict=True):
-            scored = [replace(d, score=score_of[query, passage_text(d)]) for d in found]
-            kept.append(sorted(scored, key=lambda d: -d.score)[: self.top_k])  # of equal scores the first comes first
-        return kept
+        query_passages = []
+        for (_, query), documents in zip(pairs, candidates, strict=True):
+            query_passages += [(query, passage_text(document)) for document in documents]
+        unique = list(dict.fromkeys(query_passages))  # episodes of one group send the same queries
+        scores = dict(zip(unique, self.reranker.scores(unique), strict=True))
+        rankings = []
+        for (_, query), documents in zip(pairs, candidates, strict=True):
+            scored = [replace(document, score=scores[query, passage_text(document)]) for document in documents]
+            ranking = sorted(scored, key=lambda document: -document.score)  # of equal scores the first comes first
+            rankings.append(ranking[: self.top_k])
+        return rankings

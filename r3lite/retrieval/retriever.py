@@ -28,21 +28,25 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """The retriever of the settings, or several by kind of source. They run on the CPU."""
+    """Returns the retriever of the settings, or several by kind of source. They run on the CPU."""
     settings = setup.settings
-    own = settings.of_sources
+    settings_by_kind = settings.of_sources
     if settings.is_web:
         from r3lite.retrieval import web
 
-        own = {name: settings for name in web.SERVICES[settings.retriever].kinds if name != setup.kind} | own
-    default = _built(setup)
-    if not own:
+        kinds = web.SERVICES[settings.retriever].kinds
+        settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
+    default = _build_one(setup)
+    if not settings_by_kind:
         return default
-    return Routes(default, {k: _built(replace(setup, settings=s, kind=k, like=setup)) for k, s in own.items()})
+    by_kind = {}
+    for kind, settings_of_kind in settings_by_kind.items():
+        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, like=setup))
+    return Routes(default, by_kind)
 
 
-def _built(setup: Setup) -> Retrieve:
-    """The retriever of one kind of source."""
+def _build_one(setup: Setup) -> Retrieve:
+    """Returns the retriever of one kind of source."""
     settings = setup.settings
     if settings.is_web:
         from r3lite.retrieval.web import build
@@ -55,7 +59,8 @@ def _built(setup: Setup) -> Retrieve:
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k), setup.gives_up)
     reranker = setup.reranker  # loaded before an index is built, so that an error shows at once
-    return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k), setup.gives_up)
+    candidates = build(setup, CANDIDATES * settings.top_k)
+    return Tolerant(Reranked(candidates, reranker, settings.top_k), setup.gives_up)
 
 
 class Tolerant:
@@ -66,21 +71,25 @@ class Tolerant:
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):
-        self.retrieve, self.gives_up = retrieve, gives_up
+        self.retrieve = retrieve
+        self.gives_up = gives_up
         self.reasons: set[str] = set()
         self.in_a_row = 0
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:
-            found = self.retrieve(pairs)
+            documents = self.retrieve(pairs)
         except (R3LiteError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: of PyTorch and FAISS
             if len(pairs) > 1:
                 return [outcome for pair in pairs for outcome in self([pair])]
-            return [self._failed(error.cause if isinstance(error, R3LiteError) else f"{type(error).__name__}: {error}")]
+            if isinstance(error, R3LiteError):
+                return [self._failure(error.cause)]
+            return [self._failure(f"{type(error).__name__}: {error}")]
         self.in_a_row = 0
-        return found
+        return documents
 
-    def _failed(self, reason: str) -> Failure:
+    def _failure(self, reason: str) -> Failure:
+        """Counts a failed query and prints its reason, once. Raises R3LiteError after GIVE_UP in a row."""
         self.in_a_row += 1
         if self.gives_up and self.in_a_row >= GIVE_UP:
             remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."

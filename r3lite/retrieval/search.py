@@ -1,4 +1,4 @@
-"""What retrievers that rank passages share: equal queries of a batch are searched once, and the best k are kept."""
+"""The part that retrievers of ranked passages share: equal queries of a batch are searched once, the best k count."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +8,20 @@ import numpy as np
 
 from r3lite.core.episode import Document, Question
 
+Places = tuple[int, ...]  # indices of passages
+
 
 class Ranking(Protocol):
     """A set of passages that can be ranked for a query."""
 
-    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
-        """The `k` best passages of each query, best first; for query i only among the indices `own[i]`, if given."""
+    def search(
+        self,
+        queries: list[str],
+        k: int,
+        own: list[Places] | None = None,
+    ) -> list[list[Document]]:
+        """Returns the `k` best passages of each query, best first; for query i only of the indices `own[i]`, if
+        given."""
 
 
 @dataclass(frozen=True)
@@ -23,27 +31,48 @@ class Search:
     passages: Ranking
     top_k: int
     # The indices of the passages that each question's searches are restricted to, or None for no restriction.
-    own_paragraphs: Callable[[list[Question]], list[tuple[int, ...]] | None] | None = None
+    own_paragraphs: Callable[[list[Question]], list[Places] | None] | None = None
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
-        own = self.own_paragraphs([question for question, _ in pairs]) if self.own_paragraphs else None
-        keys = [(query, own[i] if own else None) for i, (_, query) in enumerate(pairs)]
-        asked = list(dict.fromkeys(keys))
-        confined = {"own": [places for _, places in asked]} if own else {}
-        found = dict(zip(asked, self.passages.search([q for q, _ in asked], self.top_k, **confined), strict=True))
-        return [list(found[key]) for key in keys]
+        queries = [query for _, query in pairs]
+        own = None
+        if self.own_paragraphs:
+            own = self.own_paragraphs([question for question, _ in pairs])
+        if not own:
+            unique_queries = list(dict.fromkeys(queries))
+            rankings = self.passages.search(unique_queries, self.top_k)
+            by_query = dict(zip(unique_queries, rankings, strict=True))
+            return [list(by_query[query]) for query in queries]
+        keys = list(zip(queries, own, strict=True))
+        unique_keys = list(dict.fromkeys(keys))
+        unique_queries = [query for query, _ in unique_keys]
+        unique_places = [places for _, places in unique_keys]
+        rankings = self.passages.search(unique_queries, self.top_k, own=unique_places)
+        by_key = dict(zip(unique_keys, rankings, strict=True))
+        return [list(by_key[key]) for key in keys]
 
 
 def best(scores: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the `k` highest `scores` [N], highest first; equal scores in order of their indices.
+    """Returns the indices of the `k` highest `scores` [N], highest first; equal scores in order of their indices.
 
     Only candidates for the best k are sorted: with 100,000 passages a whole sort takes longer than BM25 itself.
     """
-    least = np.partition(scores, -k)[-k] if k < len(scores) else -np.inf
-    candidates = np.flatnonzero(scores >= least)
-    return candidates[np.argsort(-scores[candidates], kind="stable")][:k]
+    threshold = -np.inf
+    if k < len(scores):
+        threshold = np.partition(scores, -k)[-k]
+    candidates = np.flatnonzero(scores >= threshold)
+    order = np.argsort(-scores[candidates], kind="stable")
+    return candidates[order][:k]
 
 
-def found(documents: Sequence[Document], places: Iterable[int], scores: Iterable[float], source: str) -> list[Document]:
-    """The documents at the indices `places`, with their scores and the retriever's name."""
-    return [replace(documents[i], score=float(s), source=source) for i, s in zip(places, scores, strict=True)]
+def with_scores(
+    documents: Sequence[Document],
+    places: Iterable[int],
+    scores: Iterable[float],
+    source: str,
+) -> list[Document]:
+    """Returns the documents at the indices `places`, with their scores and the retriever's name."""
+    scored = []
+    for place, score in zip(places, scores, strict=True):
+        scored.append(replace(documents[place], score=float(score), source=source))
+    return scored

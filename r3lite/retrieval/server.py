@@ -17,65 +17,89 @@ from r3lite.core.records import WHOLE, InvalidRecord, Record
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 
-MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
+MAX_QUERIES = 4096  # of a request
+MAX_PASSAGES = 1000  # that a request has ranked
 
 
-class Service:
-    """What the server answers. One request at a time, as each computes on all cores."""
+class RetrievalService:
+    """Answers requests, one at a time, as each computes on all cores."""
 
-    largest, raw = 4 << 20, ()
+    largest = 4 << 20
+    raw = ()
 
     def __init__(
         self,
         retrieve: Retrieve,
         rerank: Callable[[list[tuple[str, str]]], list[float]] | None,
-        most: int,
+        top_k: int,
         token: str | None = None,
     ):
-        """`retrieve` gives `most` documents a query; `rerank` scores pairs of a query and a passage."""
-        self.retrieve, self.rerank, self.most, self.token = retrieve, rerank, most, token
+        """`retrieve` gives `top_k` documents a query; `rerank` scores pairs of a query and a passage."""
+        self.retrieve = retrieve
+        self.rerank = rerank
+        self.top_k = top_k
+        self.token = token
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | None) -> dict:
-        """The reply to a request, as core.http_server.Service says; OSError if the retriever fails."""
+        """Returns the reply to a request, as core.http_server.HttpService says; OSError if the retriever fails."""
         if path == "/retrieve" and request:
-            return self._retrieved(request)
+            return self._retrieve(request)
         if path == "/rerank" and request and self.rerank:
-            return self._ranked(request)
+            return self._rank(request)
         raise UnknownPath(path)
 
-    def _retrieved(self, request: Record) -> dict:
-        queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
-        if len(queries) > MOST_QUERIES or topk > self.most:
-            raise InvalidRecord(f"at most {MOST_QUERIES} queries and {self.most} documents per query (--top-k)")
+    def _retrieve(self, request: Record) -> dict:
+        queries = request.texts("queries")
+        top_k = request.whole("topk", self.top_k, low=1, high=WHOLE)
+        if len(queries) > MAX_QUERIES or top_k > self.top_k:
+            raise InvalidRecord(f"at most {MAX_QUERIES} queries and {self.top_k} documents per query (--top-k)")
+        pairs = [(Question(str(i), query, ()), query) for i, query in enumerate(queries)]
         with self.one_at_a_time:
-            found = self.retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
-        if failed := next((outcome for outcome in found if isinstance(outcome, Failure)), None):
-            raise OSError(failed.reason)
-        scores = request.flag("return_scores", False)
-        return {"result": [[_entry(d, scores) for d in documents[:topk]] for documents in found]}
+            outcomes = self.retrieve(pairs)
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):
+                raise OSError(outcome.reason)
+        with_scores = request.flag("return_scores", False)
+        return {"result": [[_entry(document, with_scores) for document in documents[:top_k]] for documents in outcomes]}
 
-    def _ranked(self, request: Record) -> dict:
-        query, documents = request.text("query"), request.texts("documents")
-        if len(documents) > MOST_PASSAGES:
-            raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
+    def _rank(self, request: Record) -> dict:
+        query = request.text("query")
+        documents = request.texts("documents")
+        if len(documents) > MAX_PASSAGES:
+            raise InvalidRecord(f"at most {MAX_PASSAGES} documents")
         with self.one_at_a_time:
             scores = self.rerank([(query, document) for document in documents])
-        return {"result": sorted(({"index": i, "score": s} for i, s in enumerate(scores)), key=lambda r: -r["score"])}
+        ranking = sorted(range(len(scores)), key=lambda i: -scores[i])
+        return {"result": [{"index": i, "score": scores[i]} for i in ranking]}
 
 
 def serve(setup: Setup, listening: socket.socket, token: str | None) -> None:
     """Serves the retriever of a setup, and its reranker, until it is interrupted."""
     settings = setup.settings
-    rerank = setup.reranker.scores if settings.rerank else None
-    service = Service(build_retriever(setup), rerank, settings.top_k, token)
-    server = Server(service, *listening.getsockname()[:2], listening)
+    service = RetrievalService(
+        retrieve=build_retriever(setup),
+        rerank=setup.reranker.scores if settings.rerank else None,
+        top_k=settings.top_k,
+        token=token,
+    )
+    host, port = listening.getsockname()[:2]
+    server = Server(
+        service,
+        host=host,
+        port=port,
+        listening=listening,
+    )
     print(f"serving     {url_of(listening)}/retrieve, {settings.top_k} documents per query (--top-k)", flush=True)
     with server:
         server.serve_forever()
 
 
 def _entry(document: Document, with_score: bool) -> dict:
-    made = document.to_json()
-    made |= {"contents": f'"{document.title}"\n{document.text}', "source": document.source}
-    return {"document": made, "score": document.score} if with_score else made
+    """Returns a document as Search-R1's servers write it."""
+    values = document.to_json()
+    values["contents"] = f'"{document.title}"\n{document.text}'
+    values["source"] = document.source
+    if with_score:
+        return {"document": values, "score": document.score}
+    return values

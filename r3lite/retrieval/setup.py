@@ -1,5 +1,7 @@
-"""What a retriever is built from: the settings, the questions, and the corpus or index that these choose; and which
-passages of it are searched: those whose metadata, id or title fit the conditions of --filter."""
+"""The parts of a retriever: the settings, the questions, and the corpus or index that these choose.
+
+Of a corpus only those passages are searched whose metadata, id or title fit the conditions of --filter.
+"""
 
 import operator
 import random
@@ -24,7 +26,12 @@ from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import CONDITION, SOURCES
 
 SHOWN = 20  # fields that an error names
-ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+ORDERS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 @dataclass(frozen=True)
@@ -36,22 +43,24 @@ class Setup:
     seed: int = 0  # of what is drawn
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
-    gives_up: bool = True  # whether a retriever that fails at query after query ends the run
+    gives_up: bool = True  # if a retriever that fails at query after query ends the run
     like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
 
     @cached_property
     def documents(self) -> Sequence[Document]:
-        """The passages of --index or --corpus, or the paragraphs that come with the questions."""
+        """Returns the passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
             return self._fitting(self._checked(index.read_documents(Path(settings.index))))
         if settings.corpus:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
-        bare = [q.id for q in self.questions if not q.documents]
-        if settings.context == "question" and bare:
-            message = f"--context question needs paragraphs, but question {bare[0]} has none"
-            raise R3LiteError(message, "Pass a --corpus instead of --context question.")
-        documents = corpus.from_questions(replace(q, documents=self._kept(q)) for q in self.questions)
+        if settings.context == "question":
+            for question in self.questions:
+                if not question.documents:
+                    cause = f"--context question needs paragraphs, but question {question.id} has none"
+                    raise R3LiteError(cause, "Pass a --corpus instead of --context question.")
+        findable = (replace(question, documents=self._findable(question)) for question in self.questions)
+        documents = corpus.from_questions(findable)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
             raise R3LiteError("there is nothing to search: the questions in --data have no paragraphs", remedy)
@@ -59,21 +68,24 @@ class Setup:
 
     @cached_property
     def index(self) -> index.PassageIndex:
-        """The index of --index; else one built now."""
+        """Returns the index of --index; without one, builds it."""
         settings = self.settings
-        if settings.index:
-            # Only a retriever with vectors has read its own by then.
-            known = self.like.index.encoder if self.like and "index" in self.like.__dict__ else None
-            opened = index.load(Path(settings.index), settings, known=known)
-            self._checked(opened.documents)
-            if settings.filter:
-                opened = opened.only(fitting(settings.filter, opened.documents))
-            return replace(opened, encoder=self._cached(opened.encoder))
-        return index.build(self._cached(make_encoder(settings, self.documents)), self.documents)
+        if not settings.index:
+            encoder = make_encoder(settings, self.documents)
+            return index.build(self._cached(encoder), self.documents)
+        loaded_encoder = None
+        # Only a retriever with vectors has read its own index by then.
+        if self.like and "index" in self.like.__dict__:
+            loaded_encoder = self.like.index.encoder
+        opened = index.load(Path(settings.index), settings, loaded_encoder=loaded_encoder)
+        self._checked(opened.documents)
+        if settings.filter:
+            opened = opened.only(fitting(settings.filter, opened.documents))
+        return replace(opened, encoder=self._cached(opened.encoder))
 
     @cached_property
     def encoder(self) -> Encoder | None:
-        """The encoder of queries to what is not indexed here; None for hashing, which is made for a corpus."""
+        """Returns the encoder of queries to passages elsewhere; None for hashing, which is made for a corpus."""
         if self.settings.encoder == HASHING:
             return None
         if "index" in self.__dict__:
@@ -84,18 +96,22 @@ class Setup:
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
-        """That of --query-cache."""
+        """Returns the cache of --query-cache, or None."""
         settings = self.settings
         if self.like:
             return self.like.query_cache
-        return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
+        if not settings.query_cache:
+            return None
+        return QueryCache(settings.query_cache, settings.query_cache_mib)
 
     def _fitting(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """The passages that fit --filter."""
+        """Returns the passages that fit --filter."""
         if not self.settings.filter:
             return documents
         fit = fitting(self.settings.filter, documents)
-        return documents.only(fit) if isinstance(documents, corpus.Passages) else list(compress(documents, fit))
+        if isinstance(documents, corpus.Passages):
+            return documents.only(fit)
+        return list(compress(documents, fit))
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
@@ -104,7 +120,7 @@ class Setup:
 
     @cached_property
     def reranker(self) -> Reranker:
-        """The cross-encoder of --rerank, here or on a server."""
+        """Returns the cross-encoder of --rerank, here or on a server."""
         if self.like:
             return self.like.reranker
         name = self.settings.rerank
@@ -115,81 +131,111 @@ class Setup:
         return CrossEncoder(name, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """The passages of the index, refused if another corpus than theirs is named beside it."""
-        index, named = self.settings.index, self.settings.corpus
-        read = corpus.stream_corpora([named], self.skip_bad_rows)
-        if named and corpus.fingerprint(read) != corpus.fingerprint(documents):
-            raise R3LiteError(f"the index {index} was not built from the corpus {named}", "Pass only one of them.")
+        """Returns the passages of the index. Raises R3LiteError if --corpus names other passages."""
+        path = self.settings.corpus
+        if not path:
+            return documents
+        named = corpus.stream_corpora([path], self.skip_bad_rows)
+        if corpus.fingerprint(named) != corpus.fingerprint(documents):
+            cause = f"the index {self.settings.index} was not built from the corpus {path}"
+            raise R3LiteError(cause, "Pass only one of them.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
-        """Places in `documents` of the paragraphs that come with each question, if a search is confined to them."""
+        """Returns the places in `documents` of the paragraphs that come with each question; None if a search is not
+        confined to them."""
         if self.settings.context == "corpus":
             return None
-        return [tuple(sorted({self._places[d.title, d.text] for d in self._kept(q)})) for q in questions]
+        return [self._own_places(question) for question in questions]
 
-    def _kept(self, question: Question) -> tuple[Document, ...]:
-        """The paragraphs of a question that may be found: all of them, or what --noise-rate leaves."""
+    def _own_places(self, question: Question) -> tuple[int, ...]:
+        paragraphs = self._findable(question)
+        places = {self._places[document.title, document.text] for document in paragraphs}
+        return tuple(sorted(places))
+
+    def _findable(self, question: Question) -> tuple[Document, ...]:
+        """Returns the paragraphs of a question that may be found: all of them, or those that --noise-rate leaves."""
         rate = self.settings.noise_rate
         if rate is None:
             return question.documents
         if not question.gold:
             remedy = "Remove it, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
             raise R3LiteError(f"--noise-rate needs gold paragraphs, but question {question.id} has none", remedy)
-        others = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
-        return tuple(d for d in question.documents if d in others or question.gold_index(d) is not None)
+        noise = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
+        findable = []
+        for document in question.documents:
+            if document in noise or question.gold_index(document) is not None:
+                findable.append(document)
+        return tuple(findable)
 
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:
-        return {(d.title, d.text): i for i, d in enumerate(self.documents)}
+        return {(document.title, document.text): place for place, document in enumerate(self.documents)}
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a field must be: `key`, a sign (=, !=, or one of ORDERS) and a value."""
+    """A condition on a field: `key`, a sign (=, !=, or one of ORDERS) and the value that it is compared with."""
 
     key: str
     sign: str
     wanted: str
 
     def value(self, document: Document) -> str | float | bool | None:
-        """That of the field in a passage; None if it has none."""
-        return (dict(document.metadata) | {"id": document.id, "title": document.title}).get(self.key)
+        """Returns the value of the field in a passage; None if it has none."""
+        fields = dict(document.metadata) | {"id": document.id, "title": document.title}
+        return fields.get(self.key)
 
     def fits(self, value: str | float | bool) -> bool:
-        """Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text."""
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        """Returns True if a value fits.
+
+        Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text.
+        """
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self._fits_number(value)
+        text = folded(str(value))
+        wanted = folded(self.wanted)
+        if self.sign in ORDERS:
+            return ORDERS[self.sign](text, wanted)
+        is_equal = _pattern(wanted).fullmatch(text) is not None
+        return is_equal == (self.sign == "=")
+
+    def _fits_number(self, value: float) -> bool:
         try:
-            wanted, found = (float(self.wanted), value) if number else (folded(self.wanted), folded(str(value)))
+            wanted = float(self.wanted)
         except ValueError:
             raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
         if self.sign in ORDERS:
-            return ORDERS[self.sign](found, wanted)
-        same = found == wanted if number else _pattern(wanted).fullmatch(found) is not None
-        return same == (self.sign == "=")
+            return ORDERS[self.sign](value, wanted)
+        return (value == wanted) == (self.sign == "=")
 
 
 @cache
 def _pattern(wanted: str) -> re.Pattern:
-    """What matches a text in which each `*` stands for any text."""
+    """Returns a pattern for a text in which each `*` stands for any text."""
     return re.compile(".*".join(map(re.escape, wanted.split("*"))))
 
 
 def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
-    """Of each passage, whether it has the field of every condition and fits it: bool [N].
+    """Returns bool [N]: True for each passage that has the field of every condition and fits it.
 
     Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
     """
     parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
-    fit, known = np.zeros(len(documents), bool), {"id", "title"}
+    fit = np.zeros(len(documents), bool)
+    fields = {"id", "title"}
     for place, document in enumerate(tqdm(documents, "filtering passages", unit="", **BRIEF)):
-        values = [condition.value(document) for condition in parsed]
-        known.update(key for key, _ in document.metadata)
-        fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))
+        fields.update(key for key, _ in document.metadata)
+        fit[place] = all(_fits(condition, document) for condition in parsed)
     for text, condition in zip(conditions, parsed, strict=True):
-        if condition.key not in known:
-            cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}"
-            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(known)[:SHOWN])}.")
+        if condition.key not in fields:
+            cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, fields)}"
+            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.")
     if not fit.any():
         raise R3LiteError(f"no passage matches --filter {', '.join(conditions)}", "Remove or relax a condition.")
     return fit
+
+
+def _fits(condition: Condition, document: Document) -> bool:
+    value = condition.value(document)
+    return value is not None and condition.fits(value)

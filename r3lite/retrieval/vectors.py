@@ -34,6 +34,7 @@ BLOCK = 4096  # passages encoded, and vectors added, at a time
 GROWTH = 1.5  # memory of lists that grow by doubling, while they are built, to their content
 CODEWORDS = 256  # of a byte of opq-ivf-pq
 DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
+SAMPLE_COPIES = {"ivf-sq8": 2, "opq-ivf-pq": 3}  # how many times FAISS holds the vectors of the sample
 IVF = ("ivf-sq8", "opq-ivf-pq")
 CLASSES = {
     "flat": "IndexFlatIP",
@@ -42,20 +43,24 @@ CLASSES = {
     "ivf-sq8": "IndexIVFScalarQuantizer",
     "opq-ivf-pq": "IndexPreTransform",
 }
-CONSTRUCTION, SEARCH = 80, 96  # candidates of hnsw that are kept for a vector's links, and for a query
+CONSTRUCTION = 80  # candidates of hnsw for a vector's links
+SEARCH = 96  # candidates of hnsw for a query
 PROBES = 32  # a query reads 1 / PROBES of the lists, but at least 16
 ROUNDS = 4  # of OPQ: rotation and codewords in turns
 
 
 def lists_of(passages: int, dimension: int) -> int:
-    """Number of lists of an inverted file: the power of two nearest to 4 sqrt(N), fewer if the sample is too small."""
+    """Returns the number of lists of an inverted file: the power of two nearest to 4 sqrt(N), fewer if the sample is
+    too small."""
     wanted = 1 << round(math.log2(4 * math.sqrt(passages)))
-    most = max(1, min(passages, SAMPLE_BYTES // (4 * dimension)) // LEAST)
-    return min(wanted, 1 << (most.bit_length() - 1))
+    sample = min(passages, SAMPLE_BYTES // (4 * dimension))
+    limit = max(1, sample // LEAST)
+    return min(wanted, 1 << (limit.bit_length() - 1))
 
 
 def sample_of(kind: str, passages: int, dimension: int) -> int:
-    """Number of vectors that an index of a kind is trained on: 40 a list, and enough for 256 centroids a byte."""
+    """Returns the number of vectors that an index of a kind is trained on: 40 a list, and enough for 256 centroids a
+    byte."""
     if kind not in (*IVF, "sq8"):
         return 0
     wanted = max((LEAST + 1) * lists_of(passages, dimension), 16384)
@@ -63,13 +68,13 @@ def sample_of(kind: str, passages: int, dimension: int) -> int:
 
 
 def item_bytes(kind: str) -> int:
-    """Bytes of a number of the vectors that wait on the disk: fp16 if the kind itself keeps less."""
+    """Returns the bytes of a number of the vectors that wait on the disk: fp16 if the kind itself keeps less."""
     return 4 if kind in ("flat", "hnsw") else 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an index will take, in bytes."""
+    """The size of an index, in bytes."""
 
     kind: str
     passages: int
@@ -85,48 +90,94 @@ class Estimate:
 
 
 def estimate(kind: str, passages: int, dimension: int) -> Estimate:
-    """What an index of a kind will take."""
-    n, d, lists = passages, dimension, lists_of(passages, dimension)
-    rotated = dimension // SUBSPACE * SUBSPACE
-    trained, code = {
-        "flat": (0, 4 * d),
-        "sq8": (8 * d, d),
+    """Returns the size of an index of a kind."""
+    trained = _trained_bytes(kind, passages, dimension)
+    code = _code_bytes(kind, dimension)
+    content = passages * code
+    file = trained + round(content)
+    # Lists and links grow by doubling; a flat index gets its memory at once.
+    if kind == "hnsw":
+        grown = passages * (2 * code - 4 * dimension)
+    elif kind in IVF:
+        grown = content * GROWTH
+    else:
+        grown = content
+    sample = 4 * dimension * sample_of(kind, passages, dimension) * SAMPLE_COPIES.get(kind, 1)
+    blocks = 3 * 4 * dimension * min(passages, BLOCK)
+    build = max(sample + trained, trained + round(grown)) + blocks
+    if kind in IVF:
+        build += DISTANCES
+    return Estimate(
+        kind=kind,
+        passages=passages,
+        dimension=dimension,
+        file=file,
+        search=file + 8 * passages,
+        build=build,
+        scratch=passages * dimension * item_bytes(kind),
+    )
+
+
+def _trained_bytes(kind: str, passages: int, dimension: int) -> int:
+    """Returns the bytes of the centroids, ranges and rotation that an index is trained to have."""
+    lists = lists_of(passages, dimension)
+    ranges = 8 * dimension
+    if kind == "sq8":
+        return ranges
+    if kind == "ivf-sq8":
+        return 4 * dimension * lists + ranges
+    if kind == "opq-ivf-pq":
+        rotated = dimension // SUBSPACE * SUBSPACE
+        return 4 * rotated * (lists + dimension + 256)
+    return 0
+
+
+def _code_bytes(kind: str, dimension: int) -> float:
+    """Returns the bytes that an index keeps of a vector, with its links or its number."""
+    if kind == "flat":
+        return 4 * dimension
+    if kind == "sq8":
+        return dimension
+    if kind == "hnsw":
         # Two links to a neighbour on the lowest level; 1 in LINKS vectors is on a higher level, and so on.
-        "hnsw": (0, 4 * d + 4 * 2 * LINKS + 4 * LINKS / (LINKS - 1) + 12),
-        "ivf-sq8": (4 * d * lists + 8 * d, d + 8),
-        "opq-ivf-pq": (4 * rotated * (lists + d + 256), rotated // SUBSPACE + 8),
-    }[kind]
-    file = trained + round(n * code)
-    sample = 4 * d * sample_of(kind, n, d) * {"opq-ivf-pq": 3, "ivf-sq8": 2}.get(kind, 1)  # FAISS copies it
-    # Lists and links grow by doubling; what is flat gets its memory at once.
-    grown = trained + round({"hnsw": n * (2 * code - 4 * d)}.get(kind, n * code * (GROWTH if kind in IVF else 1)))
-    build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK) + (DISTANCES if kind in IVF else 0)
-    return Estimate(kind, n, d, file, file + 8 * n, build, n * d * item_bytes(kind))
+        return 4 * dimension + 4 * 2 * LINKS + 4 * LINKS / (LINKS - 1) + 12
+    if kind == "ivf-sq8":
+        return dimension + 8
+    return dimension // SUBSPACE + 8
 
 
 def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
-    """The estimate of the kind asked for; of `auto` the first that the budget has room for, the most exact first.
+    """Returns the estimate of a kind; of `auto` the first that fits the budget, the most exact one first.
 
-    Up to MANY passages that are flat and sq8; above, a query that reads all of them takes long. HNSW is never chosen:
-    it takes as much memory as flat and by far the longest to build. Raises R3LiteError if nothing fits.
+    `auto` chooses flat and sq8 up to MANY passages; above, a query that reads all of them takes long. It never chooses
+    HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if nothing fits.
     """
-    few = passages < CODEWORDS * LEAST
-    if kind == "opq-ivf-pq" and few:
+    too_few = passages < CODEWORDS * LEAST
+    if kind == "opq-ivf-pq" and too_few:
         raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
-    by_size = ("flat", "sq8", "ivf-sq8") if few else ("flat", "sq8", *IVF) if passages <= MANY else IVF
-    found = [estimate(each, passages, dimension) for each in (by_size if kind == "auto" else (kind,))]
-    for each in found:
-        if max(each.search, each.build) <= budget:
-            return each
-    least = found[-1]
-    least_mib = -(-max(least.search, least.build) >> 20)
-    smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
-    cause = f"the index does not fit in {_size(budget)}: {least.summary()}"
-    raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
+    if kind != "auto":
+        kinds: tuple[str, ...] = (kind,)
+    elif too_few:
+        kinds = ("flat", "sq8", "ivf-sq8")
+    elif passages <= MANY:
+        kinds = ("flat", "sq8", *IVF)
+    else:
+        kinds = IVF
+    estimates = [estimate(candidate, passages, dimension) for candidate in kinds]
+    for candidate in estimates:
+        if max(candidate.search, candidate.build) <= budget:
+            return candidate
+    smallest = estimates[-1]
+    needed_mib = -(-max(smallest.search, smallest.build) >> 20)
+    alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
+    cause = f"the index does not fit in {_size(budget)}: {smallest.summary()}"
+    raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.")
 
 
 def _size(count: float) -> str:
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB"
 
 
 @dataclass
@@ -139,70 +190,100 @@ class Vectors:
 
     @property
     def places(self) -> int:
-        """Number of vectors, the deleted ones among them."""
-        return self.base.ntotal + (self.added.ntotal if self.added else 0)
+        """Returns the number of vectors, the deleted ones among them."""
+        if self.added is None:
+            return self.base.ntotal
+        return self.base.ntotal + self.added.ntotal
 
     def search(self, queries: np.ndarray, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each of `queries` [Q, d] the scores and numbers of the `k` nearest, nearest first; numbers count what is
-        not deleted. Fewer than `k` if the index, or the lists that are read, hold fewer."""
+        """Returns for each of `queries` [Q, d] the scores and numbers of the `k` nearest, nearest first.
+
+        Numbers count the vectors that are not deleted. There are fewer than `k` if the index, or the lists that are
+        read, hold fewer.
+        """
         k = max(1, min(k, self.places - len(self.deleted)))
-        bits = np.packbits(self._live(), bitorder="little") if len(self.deleted) else None
-        scores, places = self._searched(self.base, queries, k, bits)
-        if self.added:
-            behind = None if bits is None else np.packbits(self._live()[self.base.ntotal :], bitorder="little")
-            more, added = self._searched(self.added, queries, k, behind)
-            scores = np.hstack([scores, more])
-            places = np.hstack([places, np.where(added < 0, -1, added + self.base.ntotal)])
-            order = np.argsort(np.where(places < 0, np.inf, -scores), axis=1, kind="stable")[:, :k]
-            scores, places = np.take_along_axis(scores, order, 1), np.take_along_axis(places, order, 1)
-        found = [(row[p >= 0], p[p >= 0]) for row, p in zip(scores, places, strict=True)]
-        return [(row, p - np.searchsorted(self.deleted, p)) for row, p in found]
+        live = self._live() if len(self.deleted) else None
+        scores, places = _search(self.base, queries, k=k, live=live)
+        if self.added is not None:
+            offset = self.base.ntotal
+            added_live = None if live is None else live[offset:]
+            added_scores, added_places = _search(self.added, queries, k=k, live=added_live)
+            scores = np.hstack([scores, added_scores])
+            added_places = np.where(added_places < 0, -1, added_places + offset)
+            places = np.hstack([places, added_places])
+            costs = np.where(places < 0, np.inf, -scores)
+            order = np.argsort(costs, axis=1, kind="stable")[:, :k]
+            scores = np.take_along_axis(scores, order, 1)
+            places = np.take_along_axis(places, order, 1)
+        nearest = []
+        for query_scores, query_places in zip(scores, places, strict=True):
+            is_vector = query_places >= 0
+            query_places = query_places[is_vector]
+            numbers = query_places - np.searchsorted(self.deleted, query_places)
+            nearest.append((query_scores[is_vector], numbers))
+        return nearest
 
     def only(self, fit: np.ndarray) -> "Vectors":
-        """Those for which `fit` is true, of the vectors that are not deleted, in their order."""
+        """Returns the vectors for which `fit` is true, of those that are not deleted, in their order."""
         live = self._live()
         live[live] = fit
         return replace(self, deleted=np.flatnonzero(~live))
 
     def _live(self) -> np.ndarray:
+        """Returns bool [places]: False for deleted vectors."""
         live = np.ones(self.places, dtype=bool)
         live[self.deleted] = False
         return live
 
-    @staticmethod
-    def _searched(index: faiss.Index, queries: np.ndarray, k: int, bits: np.ndarray | None):
-        """Scores and places [Q, k] of the nearest vectors, padded by place -1. Vectors whose bit is 0 are left out."""
-        if bits is None:
-            return index.search(queries, k)
-        keep = {"sel": faiss.IDSelectorBitmap(bits)}
-        given = faiss.SearchParameters(**keep)
-        if isinstance(index, faiss.IndexHNSW):
-            given = faiss.SearchParametersHNSW(**keep, efSearch=index.hnsw.efSearch)
-        elif isinstance(index, (faiss.IndexIVF, faiss.IndexPreTransform)):
-            given = faiss.SearchParametersIVF(**keep, nprobe=faiss.extract_index_ivf(index).nprobe)
-        if isinstance(index, faiss.IndexPreTransform):
-            given = faiss.SearchParametersPreTransform(index_params=given)
-        return index.search(queries, k, params=given)
+
+def _search(
+    index: faiss.Index,
+    queries: np.ndarray,
+    k: int,
+    live: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scores and places [Q, k] of the nearest vectors, padded by place -1; only of those that are `live`."""
+    if live is None:
+        return index.search(queries, k)
+    bits = np.packbits(live, bitorder="little")
+    selector = faiss.IDSelectorBitmap(bits)
+    if isinstance(index, faiss.IndexHNSW):
+        parameters = faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+    elif isinstance(index, (faiss.IndexIVF, faiss.IndexPreTransform)):
+        parameters = faiss.SearchParametersIVF(sel=selector, nprobe=faiss.extract_index_ivf(index).nprobe)
+    else:
+        parameters = faiss.SearchParameters(sel=selector)
+    if isinstance(index, faiss.IndexPreTransform):
+        parameters = faiss.SearchParametersPreTransform(index_params=parameters)
+    return index.search(queries, k, params=parameters)
 
 
 class VectorFile:
     """Vectors that wait on the disk for their index: rows of fp32 or fp16, one after the other, no header."""
 
     def __init__(self, path: Path, dimension: int, kind: str):
-        self.path, self.dimension = path, dimension
+        self.path = path
+        self.dimension = dimension
         self.type = np.dtype("<f4" if item_bytes(kind) == 4 else "<f2")
         self.row = dimension * self.type.itemsize
 
     def __len__(self) -> int:
-        return self.path.stat().st_size // self.row if self.path.exists() else 0
+        if not self.path.exists():
+            return 0
+        return self.path.stat().st_size // self.row
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Rows [count, d], fewer at the end, as fp32."""
-        rows = np.fromfile(self.path, dtype=self.type, count=count * self.dimension, offset=start * self.row)
+        """Returns rows [count, d] from `start` on, fewer at the end, as fp32."""
+        rows = np.fromfile(
+            self.path,
+            dtype=self.type,
+            count=count * self.dimension,
+            offset=start * self.row,
+        )
         return rows.reshape(-1, self.dimension).astype(np.float32)
 
     def cut(self, rows: int) -> None:
-        """Keeps the first rows only."""
+        """Cuts the file off after the first rows."""
         os.truncate(self.path, rows * self.row)
 
     def append(self, vectors: np.ndarray) -> None:
@@ -213,23 +294,28 @@ class VectorFile:
             os.fsync(file.fileno())
 
     def sample(self, count: int) -> np.ndarray:
-        """`count` rows, the same ones of the same file always, in their order. Only they are in memory."""
+        """Returns `count` rows, always the same ones of the same file, in their order. Only they are in memory."""
         n = len(self)
-        chosen = np.sort(np.random.default_rng(0).choice(n, count, replace=False)) if count < n else np.arange(n)
-        out = np.empty((len(chosen), self.dimension), dtype=np.float32)
+        if count < n:
+            generator = np.random.default_rng(0)
+            rows = np.sort(generator.choice(n, count, replace=False))
+        else:
+            rows = np.arange(n)
+        sample = np.empty((len(rows), self.dimension), dtype=np.float32)
         for start in range(0, n, BLOCK):
-            low, high = np.searchsorted(chosen, (start, start + BLOCK))
+            low, high = np.searchsorted(rows, (start, start + BLOCK))
             if high > low:
-                out[low:high] = self.read(start, BLOCK)[chosen[low:high] - start]
-        return out
+                block = self.read(start, BLOCK)
+                sample[low:high] = block[rows[low:high] - start]
+        return sample
 
 
 def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
-    """A new index of a kind: trained on a sample, and filled a block at a time."""
-    count, d = len(vectors), vectors.dimension
-    index = _empty(kind, count, d)
+    """Returns a new index of a kind: trained on a sample, and filled a block at a time."""
+    count = len(vectors)
+    index = _empty(kind, count, vectors.dimension)
     if not index.is_trained:
-        size = sample_of(kind, count, d)
+        size = sample_of(kind, count, vectors.dimension)
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
@@ -239,7 +325,9 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
 
 
 def _empty(kind: str, count: int, d: int) -> faiss.Index:
-    lists, parts = lists_of(count, d), d // SUBSPACE
+    """Returns an index of a kind, not trained, for `count` vectors of d dimensions."""
+    lists = lists_of(count, d)
+    parts = d // SUBSPACE
     recipe = {
         "flat": "Flat",
         "sq8": "SQ8",
@@ -249,16 +337,19 @@ def _empty(kind: str, count: int, d: int) -> faiss.Index:
     }[kind]
     index = faiss.index_factory(d, recipe, faiss.METRIC_INNER_PRODUCT)
     if kind == "hnsw":
-        index.hnsw.efConstruction, index.hnsw.efSearch = CONSTRUCTION, SEARCH
+        index.hnsw.efConstruction = CONSTRUCTION
+        index.hnsw.efSearch = SEARCH
     if kind in ("ivf-sq8", "opq-ivf-pq"):
         ivf = faiss.downcast_index(faiss.extract_index_ivf(index))
         ivf.nprobe = min(lists, max(16, lists // PROBES))
     if kind == "opq-ivf-pq":
         # FAISS's own numbers (50 rounds, 65,536 vectors) would take hours on one core at 768 dimensions.
         rotation = faiss.downcast_VectorTransform(index.chain.at(0))
-        rotation.niter, rotation.niter_pq_0 = ROUNDS, 10
+        rotation.niter = ROUNDS
+        rotation.niter_pq_0 = 10
         rotation.max_train_points = CODEWORDS * (LEAST + 1)
-        ivf.pq.cp.niter, ivf.pq.cp.max_points_per_centroid = 10, LEAST + 1
+        ivf.pq.cp.niter = 10
+        ivf.pq.cp.max_points_per_centroid = LEAST + 1
     return index
 
 
@@ -283,8 +374,9 @@ def add_vectors(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
 
 
 def blocks_of(index: faiss.Index) -> Iterator[np.ndarray]:
-    """The vectors of a flat index, a block at a time."""
-    return (index.reconstruct_n(i, min(BLOCK, index.ntotal - i)) for i in range(0, index.ntotal, BLOCK))
+    """Yields the vectors of a flat index, a block at a time."""
+    for start in range(0, index.ntotal, BLOCK):
+        yield index.reconstruct_n(start, min(BLOCK, index.ntotal - start))
 
 
 def write_vectors(index: faiss.Index, path: Path) -> None:
@@ -299,7 +391,10 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
 
 
 def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> faiss.Index:
-    """The index of a file. It is mapped into memory and read as it is needed where FAISS can do so: not on Windows."""
+    """Returns the index of a file.
+
+    It is mapped into memory and read as it is needed where FAISS can do so: not on Windows.
+    """
     flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
     with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy):
         index = faiss.read_index(str(path), flags)

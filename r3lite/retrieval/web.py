@@ -1,4 +1,4 @@
-"""Web search as a retriever: Exa and DuckDuckGo, whose answers are recorded, so that they can be had again.
+"""Web search as a retriever: Exa and DuckDuckGo, whose answers are recorded, so that a run can be repeated.
 
 A service gives up to --web-results pages for a query. The sentences of each that are nearest to the query become a
 passage, and the nearest pages are the documents. What comes from the web is text of strangers: unprintable characters
@@ -30,10 +30,16 @@ from r3lite.retrieval.setup import Setup
 from r3lite.settings.retrieval import SOURCES
 
 AT_ONCE = 8  # requests under way
-QUERY, TITLE, ADDRESS = 400, 200, 500  # characters at the most
-PAGE = 4000  # characters of a page that are read
-SENTENCE, PASSAGE = 64, 128  # tokens at the most, as `count_tokens` counts them
-EXA, EXA_KEY = "https://api.exa.ai/search", "EXA_API_KEY"
+# Characters of a query, and of what is read of a page's title, address and text, at the most.
+QUERY = 400
+TITLE = 200
+ADDRESS = 500
+PAGE = 4000
+# Tokens at the most, as `count_tokens` counts them.
+SENTENCE = 64
+PASSAGE = 128
+EXA = "https://api.exa.ai/search"
+EXA_KEY = "EXA_API_KEY"
 KIND = SOURCES[0]  # of sources, for searches that name none
 
 
@@ -43,19 +49,22 @@ class Exa:
     kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
 
     def __init__(self):
-        if not (key := os.environ.get(EXA_KEY)):
+        key = os.environ.get(EXA_KEY)
+        if not key:
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
         self._poster = Poster(EXA, f"Check {EXA_KEY} and the connection to exa.ai.", {"x-api-key": key})
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
-        """Pages with url, title and text, best first."""
-        body = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
-        body |= {"category": self.kinds[kind]} if self.kinds[kind] else {}
+        """Returns pages with url, title and text, best first."""
+        content = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
+        if self.kinds[kind]:
+            content["category"] = self.kinds[kind]
 
         def read(reply: Record) -> list[dict[str, str]]:
-            return [_page(row, "url", "title", "text") for row in reply.records("results")[:count]]
+            rows = reply.records("results")[:count]
+            return [_page(row, url="url", title="title", text="text") for row in rows]
 
-        return self._poster.ask("", body, "documented", read)
+        return self._poster.ask("", content, server="documented", read=read)
 
 
 class DuckDuckGo:
@@ -69,7 +78,7 @@ class DuckDuckGo:
         self._open = DDGS
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
-        """Pages with url, title and text, which are a line or two, best first.
+        """Returns pages with url, title and text, which are a line or two, best first.
 
         Raises R3LiteError if there is none: to be refused for asking too often looks the same.
         """
@@ -77,48 +86,55 @@ class DuckDuckGo:
         # Exception: the package raises what its own libraries do.
         with explained(Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait."):
             rows = search(query, max_results=count, backend="duckduckgo")
-        names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
-        return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
+        source = Source("a result of DuckDuckGo")
+        url = "href" if kind == KIND else "url"
+        return [_page(Record(row, source), url=url, title="title", text="body") for row in rows]
 
 
 SERVICES = {"exa": Exa, "duckduckgo": DuckDuckGo}
 
 
 def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
-    """What is kept of a result; a service may leave out its title or text."""
-    kept = {"url": (url, ADDRESS), "title": (title, TITLE), "text": (text, PAGE)}
-    return {name: row.text(key, "", blank=True)[:most] for name, (key, most) in kept.items()}
+    """Returns a page from a result with these keys; a service may leave out its title or text."""
+    return {
+        "url": row.text(url, "", blank=True)[:ADDRESS],
+        "title": row.text(title, "", blank=True)[:TITLE],
+        "text": row.text(text, "", blank=True)[:PAGE],
+    }
 
 
 class Recorded:
-    """A service whose answers are kept in a folder, a file each, and are not asked for again.
+    """A service whose answers are recorded in a folder, a file each; no query is sent again.
 
     Several processes may share the folder.
     """
 
     def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
-        """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
-        self.name, self._cache = name, ReplyCache(folder, "--web-cache")
+        """Takes the folder of the records. With `replay`, nothing is ever sent, and a query without a record is an
+        error."""
+        self.name = name
+        self._cache = ReplyCache(folder, "--web-cache")
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
-        """The service's pages for a query, from the folder if they are there."""
-        asked = {"service": self.name, "kind": kind, "query": query, "count": count}
+        """Returns the service's pages for a query, from the folder if they are there."""
+        request = {"service": self.name, "kind": kind, "query": query, "count": count}
 
         def read(record: Record) -> list[dict[str, str]]:
             rows = record.records("pages")
             return [{name: row.text(name, blank=True) for name in ("url", "title", "text")} for row in rows]
 
-        if (found := self._cache.recall(digest(asked), read)) is not None:
-            return found
+        pages = self._cache.recall(digest(request), read)
+        if pages is not None:
+            return pages
         if self._service is None:
             remedy = "Remove --web-replay, or pass another --web-cache."
             raise R3LiteError(f"{self._cache.folder} has no result for this query ({kind})", remedy)
         self._limit.wait()
-        found = self._service.pages(query, kind, count)
-        self._cache.store(digest(asked), asked | {"pages": found})
-        return found
+        pages = self._service.pages(query, kind, count)
+        self._cache.store(digest(request), request | {"pages": pages})
+        return pages
 
 
 @dataclass
@@ -127,46 +143,67 @@ class Web:
 
     service: Recorded
     kind: str
-    count: int  # pages that are asked for
+    count: int  # of pages for a query
     encoder: Encoder | None  # None: hashed words, weighed by the sentences of the query's own pages
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """The `k` pages nearest to each query, by their nearest sentences."""
-        asked = [" ".join(query.split())[:QUERY] for query in queries]
+        """Returns the `k` pages nearest to each query, by their nearest sentences."""
+        short_queries = [" ".join(query.split())[:QUERY] for query in queries]
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            found = list(threads.map(lambda q: self.service.pages(q, self.kind, self.count) if q else [], asked))
-        return [self._nearest(query, pages)[:k] for query, pages in zip(asked, found, strict=True)]
+            pages_by_query = list(threads.map(self._pages, short_queries))
+        rankings = []
+        for query, pages in zip(short_queries, pages_by_query, strict=True):
+            rankings.append(self._nearest(query, pages)[:k])
+        return rankings
+
+    def _pages(self, query: str) -> list[dict[str, str]]:
+        if not query:
+            return []
+        return self.service.pages(query, self.kind, self.count)
 
     def _nearest(self, query: str, pages: list[dict[str, str]]) -> list[Document]:
-        """A passage of each page that has text, the nearest one first; of equal ones the service's order."""
-        texts = [list(sentences(plain(page["text"]), SENTENCE)) for page in pages]
-        said = [Document("", "", sentence) for of_page in texts for sentence in of_page]
-        if not said:
+        """Returns a passage of each page that has text, the nearest one first; of equal ones in the service's order."""
+        page_sentences = [list(sentences(plain(page["text"]), SENTENCE)) for page in pages]
+        passages = [Document("", "", sentence) for texts in page_sentences for sentence in texts]
+        if not passages:
             return []
-        encoder = self.encoder or HashingEncoder.fit(document.text for document in said)
-        scores = encoder.encode_passages(said, lambda n: None) @ encoder.encode_queries([query])[0]
-        documents, start = [], 0
-        for page, of_page in zip(pages, texts, strict=True):
-            near, start = scores[start : start + len(of_page)], start + len(of_page)
-            if of_page:
-                found = page["url"], plain(page["title"]), best(of_page, near)
-                documents.append(Document(*found, score=float(near.max()), source=self.service.name))
+        encoder = self.encoder or HashingEncoder.fit(passage.text for passage in passages)
+        passage_vectors = encoder.encode_passages(passages, lambda n: None)
+        query_vector = encoder.encode_queries([query])[0]
+        scores = passage_vectors @ query_vector
+        documents = []
+        start = 0
+        for page, texts in zip(pages, page_sentences, strict=True):
+            if not texts:
+                continue
+            page_scores = scores[start : start + len(texts)]
+            start += len(texts)
+            document = Document(
+                id=page["url"],
+                title=plain(page["title"]),
+                text=best(texts, page_scores),
+                score=float(page_scores.max()),
+                source=self.service.name,
+            )
+            documents.append(document)
         return sorted(documents, key=lambda document: -document.score)
 
 
 def best(texts: list[str], scores: np.ndarray) -> str:
-    """The sentences of the highest scores, of PASSAGE tokens together or one that is longer, in the text's order."""
-    chosen, size = [], 0
+    """Returns the sentences of the highest scores, of PASSAGE tokens together or one that is longer, in the text's
+    order."""
+    places: list[int] = []
+    size = 0
     for place in np.argsort(-scores, kind="stable").tolist():
         size += count_tokens(texts[place])
-        if chosen and size > PASSAGE:
+        if places and size > PASSAGE:
             break
-        chosen.append(place)
-    return " ".join(texts[place] for place in sorted(chosen))
+        places.append(place)
+    return " ".join(texts[place] for place in sorted(places))
 
 
 def plain(text: str) -> str:
-    """A text without soft hyphens and without characters that are not printed.
+    """Returns a text without soft hyphens and without characters that are not printed.
 
     It is no HTML: Exa returns Markdown, and ddgs takes tags and entities out. "<" and "&" stand for themselves.
     """
@@ -174,8 +211,14 @@ def plain(text: str) -> str:
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:
-    """The retriever of the service that the settings name."""
+    """Returns the retriever of the service that the settings name."""
     settings = setup.settings
-    service = Recorded(settings.retriever, Path(settings.web_cache), settings.web_rpm, settings.web_replay)
+    service = Recorded(
+        settings.retriever,
+        folder=Path(settings.web_cache),
+        rpm=settings.web_rpm,
+        replay=settings.web_replay,
+    )
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
-    return Search(Web(service, kind, settings.web_results, setup.encoder), top_k)
+    ranking = Web(service, kind=kind, count=settings.web_results, encoder=setup.encoder)
+    return Search(ranking, top_k)

@@ -9,27 +9,31 @@ from r3lite.core.episode import Episode
 
 
 def exact_match(episode: Episode) -> float:
-    """1 if the answer is one of the gold answers after normalization, else 0."""
-    return answer_scores(episode)[0]
+    """Returns 1 if the answer is one of the gold answers after normalization, else 0."""
+    em, _ = answer_scores(episode)
+    return em
 
 
 def answer_f1(episode: Episode) -> float:
-    """The best F1 of the answer's words over the gold answers, 0 to 1."""
-    return answer_scores(episode)[1]
+    """Returns the best F1 of the answer's words over the gold answers, 0 to 1."""
+    _, f1 = answer_scores(episode)
+    return f1
 
 
 def contains_gold(episode: Episode) -> float:
-    """1 if a gold answer stands in the answer after normalization, as whole words: `no` is not in `north`; else 0.
+    """Returns 1 if the answer contains a gold answer as whole words after normalization, else 0.
 
-    A long answer is more likely to hold it: `length_penalty` is its counterweight.
+    `no` is not in `north`. A long answer is more likely to contain one: `length_penalty` is its counterweight.
     """
     words = split_words(normalize(episode.prediction))
-    return float(any(in_a_row(split_words(normalize(gold)), words) for gold in episode.question.answers))
+    gold_answers = [split_words(normalize(gold)) for gold in episode.question.answers]
+    return float(any(in_a_row(gold_words, words) for gold_words in gold_answers))
 
 
 def rouge_l(episode: Episode) -> float:
-    """The best ROUGE-L F1 of the answer over the gold answers (Lin 2004, W04-1013), 0 to 1."""
-    return max((answer_match.rouge_l(episode.prediction, gold).f1 for gold in episode.question.answers), default=0.0)
+    """Returns the best ROUGE-L F1 of the answer over the gold answers (Lin 2004, W04-1013), 0 to 1."""
+    overlaps = [answer_match.rouge_l(episode.prediction, gold) for gold in episode.question.answers]
+    return max((overlap.f1 for overlap in overlaps), default=0.0)
 
 
 def rouge_l_levels(
@@ -40,21 +44,27 @@ def rouge_l_levels(
     pay_high: float = 3.0,
     pay_low: float = -1.0,
 ) -> float:
-    """ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`, else 0.
+    """Returns ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`,
+    else 0.
 
     The rewards are those of systems with solution tags; where their levels begin is not known, and r3lite's own.
     """
-    alike = rouge_l(episode)
     if exact_match(episode):
         return pay_exact
-    return pay_high if alike >= high else pay_low if alike < low else 0.0
+    similarity = rouge_l(episode)
+    if similarity >= high:
+        return pay_high
+    if similarity < low:
+        return pay_low
+    return 0.0
 
 
 def hop_weighted(episode: Episode) -> float | None:
-    """0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times 1 at two hops to 2 from four on: 0 to 1.84.
+    """Returns 0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times 1 at two hops to 2 from four on.
 
-    None if no gold paragraph is known. It is the score `combined` of an evaluation.
+    It is 0 to 1.84, and None if no gold paragraph is known. It is the score `combined` of an evaluation.
     """
     if episode.recall is None:
         return None
-    return combined_score(*answer_scores(episode), episode.recall, episode.question.hop_count)
+    em, f1 = answer_scores(episode)
+    return combined_score(em, f1, episode.recall, hops=episode.question.hop_count)

@@ -26,44 +26,64 @@ from r3lite.settings import JudgeSettings, RewardSettings
 if TYPE_CHECKING:  # its libraries take long to load
     from r3lite.llm.client import Client
 
-OUTPUT_TOKENS, OUTPUT_TOKENS_PER_STEP = 256, 64
+OUTPUT_TOKENS = 256
+OUTPUT_TOKENS_PER_STEP = 64
 # The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
 # when a round ends before any call succeeded.
-WINDOW, ENOUGH, IN_A_ROW = 40, 20, 8
-
-_SHARES = ("relevance", "rationality", "coherence")
+WINDOW = 40
+ENOUGH = 20
+IN_A_ROW = 8
 
 
 def read_verdict(data: Any, episode: Episode) -> Verdict:
-    """The judge's reply about an episode; without an answer nothing is right. Raises InvalidRecord if it is not of the
-    form of the schema."""
-    grade, last = Record(data, Source("the verdict")), len(episode.steps)
+    """Returns the judge's reply about an episode as a verdict; without an answer nothing is right.
+
+    Raises InvalidRecord if the reply is not of the form of the schema.
+    """
+    grade = Record(data, Source("the verdict"))
     entries = grade.records("steps")
     numbers = [entry.whole("step") for entry in entries]
-    if numbers != list(range(1, last + 1)):
-        raise grade.error(f"the steps are {shown(numbers)}; they must be 1 to {last}, in order")
-    opinions = [_opinion(entry, step) for entry, step in zip(entries, episode.steps, strict=True)]
-    return Verdict(grade.flag("answer_is_right") and bool(episode.prediction), tuple(opinions))
+    step_count = len(episode.steps)
+    if numbers != list(range(1, step_count + 1)):
+        raise grade.error(f"the steps are {shown(numbers)}; they must be 1 to {step_count}, in order")
+    pairs = zip(entries, episode.steps, strict=True)
+    opinions = [_opinion(entry, step) for entry, step in pairs]
+    is_right = grade.flag("answer_is_right") and bool(episode.prediction)
+    return Verdict(is_right, tuple(opinions))
 
 
 def _opinion(entry: Record, step: Step) -> StepVerdict:
-    """In tenths, as in R3-RAG; without documents relevance is 0, and without a query rationality."""
-    relevance, rationality, coherence = (round(entry.number(name, low=0.0, high=1.0), 1) for name in _SHARES)
-    return StepVerdict(relevance if step.documents else 0.0, coherence, rationality if step.searches else 0.0)
+    """Returns the judge's opinion of a step, in tenths, as in R3-RAG.
+
+    Relevance is 0 without documents, and rationality without a query.
+    """
+    relevance = _tenths(entry, "relevance")
+    rationality = _tenths(entry, "rationality")
+    coherence = _tenths(entry, "coherence")
+    return StepVerdict(
+        relevance=relevance if step.documents else 0.0,
+        coherence=coherence,
+        rationality=rationality if step.searches else 0.0,
+    )
+
+
+def _tenths(entry: Record, name: str) -> float:
+    return round(entry.number(name, low=0.0, high=1.0), 1)
 
 
 @functools.cache
 def question() -> tuple[str, dict]:
-    """What the judge is asked, and the JSON schema of its reply. Both are part of the name of a cached reply: if they
-    change, every episode is judged anew."""
-    text, schema = (
-        shipped("prompts", "judge", name).read_text(encoding="utf-8") for name in ("instructions.txt", "schema.json")
-    )
-    return filled(text.strip(), {"document_length": str(DOCUMENT_LENGTH)}), json.loads(schema)
+    """Returns the judge's instructions and the JSON schema of its reply.
+
+    Both are part of the name of a cached reply: if they change, every episode is judged anew.
+    """
+    instructions = shipped("prompts", "judge", "instructions.txt").read_text(encoding="utf-8").strip()
+    schema = shipped("prompts", "judge", "schema.json").read_text(encoding="utf-8")
+    return filled(instructions, {"document_length": str(DOCUMENT_LENGTH)}), json.loads(schema)
 
 
 def request_for(episode: Episode) -> Request:
-    """The one call that judges an episode."""
+    """Returns the one call that judges an episode."""
     system, schema = question()
     return Request(
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
@@ -81,65 +101,86 @@ class Judge:
     """
 
     def __init__(self, client: "Client", spans: Spans | None = None):
-        self.client, self.spans = client, spans
+        self.client = client
+        self.spans = spans
         self.missing = 0  # verdicts
-        # Without those from the cache.
-        self._replies = self._failed = 0
+        # Both counts are without replies from the cache.
+        self._replies = 0
+        self._failed = 0
         self._latest: deque[Reply] = deque(maxlen=WINDOW)
-        self._has_succeeded = False  # or has found a verdict in the cache
+        self._has_succeeded = False  # True also once a verdict came from the cache
 
-    def verdicts(self, episodes: list[Episode], progress: str | None = None) -> list[Verdict | None]:
-        """One verdict per episode, None if the call failed; `progress` names a progress bar.
+    def verdicts(
+        self,
+        episodes: list[Episode],
+        progress: str | None = None,
+    ) -> list[Verdict | None]:
+        """Returns one verdict per episode, None if the call failed; `progress` names a progress bar.
 
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
         """
         # An episode without a query or an answer has nothing to judge, and costs no call.
-        asked = [i for i, e in enumerate(episodes) if e.prediction or e.searches]
-        with span(self.spans, "judge", episodes=len(asked)):
-            replies = self.client.generate_all([request_for(episodes[i]) for i in asked], progress, self._watch)
+        judged = [i for i, episode in enumerate(episodes) if episode.prediction or episode.searches]
+        with span(self.spans, "judge", episodes=len(judged)):
+            requests = [request_for(episodes[i]) for i in judged]
+            replies = self.client.generate_all(requests, progress, self._watch)
         if replies and not self._has_succeeded:
             raise self._failing()
-        verdicts: list[Verdict | None] = [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
-        for i, reply in zip(asked, replies, strict=True):
+        verdicts = [_nothing_right(episode) for episode in episodes]
+        for i, reply in zip(judged, replies, strict=True):
             verdicts[i] = reply.value
         self.missing += verdicts.count(None)
         return verdicts
 
     def counts(self) -> dict[str, float]:
-        """Calls, cache hits, failures and their share, tokens, cost and missing verdicts so far, as metrics."""
+        """Returns calls, cache hits, failures and their share, tokens, cost and missing verdicts so far, as metrics."""
         counts = {f"judge/{name}": value for name, value in self.client.counts().items()}
-        ratio = self._failed / self._replies if self._replies else 0.0
-        return counts | {"judge/failure_ratio": ratio, "judge/missing": self.missing}
+        counts["judge/failure_ratio"] = self._failed / self._replies if self._replies else 0.0
+        counts["judge/missing"] = self.missing
+        return counts
 
     def _watch(self, reply: Reply) -> None:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
             raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
-        self._has_succeeded |= reply.failure is None
+        if reply.failure is None:
+            self._has_succeeded = True
         if reply.cached:
             return
         self._latest.append(reply)
         self._replies += 1
-        self._failed += reply.failure is not None
-        failed = [r.failure is not None for r in self._latest]
-        all_lately = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
-        if all_lately or (len(failed) >= ENOUGH and sum(failed) > len(failed) / 2):
+        if reply.failure is not None:
+            self._failed += 1
+        failed = [latest.failure is not None for latest in self._latest]
+        row_failed = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
+        most_failed = len(failed) >= ENOUGH and sum(failed) > len(failed) / 2
+        if row_failed or most_failed:
             raise self._failing()
 
     def _failing(self) -> R3LiteError:
-        """The error that says how many of the latest calls failed, and why."""
+        """Returns the error that says how many of the latest calls failed, and why."""
         failures = Counter(reply.failure for reply in self._latest if reply.failure)
         reasons = "; ".join(f"{times} x {FAILURES[kind]}" for kind, times in failures.most_common())
         detail = next((reply.detail for reply in reversed(self._latest) if reply.detail), "")
         cause = f"{failures.total()} of the last {len(self._latest)} calls of the judge failed: {reasons}"
         remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; finished verdicts are cached."
-        return R3LiteError(f"{cause} ({detail})" if detail else cause, remedy)
+        if detail:
+            cause = f"{cause} ({detail})"
+        return R3LiteError(cause, remedy)
+
+
+def _nothing_right(episode: Episode) -> Verdict | None:
+    """Returns the verdict on an episode that has neither a query nor an answer."""
+    opinions = [StepVerdict(0.0, 0.0) for _ in episode.steps]
+    return Verdict(False, tuple(opinions))
 
 
 def note_on(judge: Judge | None) -> str:
-    """What the end of a run adds about verdicts that are missing; nothing if none is."""
-    return f"\n{judge.missing} verdicts of the judge are missing" if judge and judge.missing else ""
+    """Returns what the end of a run adds about verdicts that are missing; nothing if none is."""
+    if judge is None or not judge.missing:
+        return ""
+    return f"\n{judge.missing} verdicts of the judge are missing"
 
 
 def build_judge(
@@ -149,10 +190,10 @@ def build_judge(
     make_client: "Callable[[JudgeSettings, Path], Client]",
     spans: Spans | None = None,
 ) -> Judge | None:
-    """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
+    """Returns the judge that the settings ask for, or None.
 
-    With `reward`: raises R3LiteError if the weights need a judge and the settings name none. `make_client` makes the
-    client of the settings and a cache.
+    Its cache is in the run folder `output` unless the settings name another. `make_client` makes the client of the
+    settings and a cache. Raises R3LiteError if the weights of `reward` need a judge and the settings name none.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):

@@ -5,7 +5,7 @@ from r3lite.rewards.verdict import Verdict
 
 
 def judged_answer(episode: Episode, verdict: Verdict) -> float:
-    """1 if the judge calls the answer right, else 0."""
+    """Returns 1 if the judge calls the answer right, else 0."""
     return float(verdict.correct and bool(episode.prediction))
 
 
@@ -16,21 +16,46 @@ def relevance(
     gamma_incorrect: float = 0.0,
     gamma_fail: float = 0.0,
 ) -> list[float]:
-    """At each query, how relevant its documents are to the question, 0 to 1, times the trajectory factor of R3-RAG
-    (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
-    gamma = gamma_fail
-    if episode.prediction:
-        gamma = gamma_correct if verdict.correct else gamma_incorrect
-    pairs = zip(episode.steps, verdict.steps, strict=True)
-    return [(1 + gamma) * opinion.relevance if step.searches else 0.0 for step, opinion in pairs]
+    """Returns, at each query, how relevant its documents are to the question, 0 to 1, times the trajectory factor of
+    R3-RAG (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
+    factor = trajectory_factor(
+        episode,
+        is_right=verdict.correct,
+        gamma_correct=gamma_correct,
+        gamma_incorrect=gamma_incorrect,
+        gamma_fail=gamma_fail,
+    )
+    rewards = []
+    for step, opinion in zip(episode.steps, verdict.steps, strict=True):
+        rewards.append(factor * opinion.relevance if step.searches else 0.0)
+    return rewards
+
+
+def trajectory_factor(
+    episode: Episode,
+    is_right: bool,
+    gamma_correct: float,
+    gamma_incorrect: float,
+    gamma_fail: float,
+) -> float:
+    """Returns R3-RAG's factor of an episode's process rewards: 1 + the gamma of a correct, wrong or missing answer."""
+    if not episode.prediction:
+        return 1 + gamma_fail
+    if is_right:
+        return 1 + gamma_correct
+    return 1 + gamma_incorrect
 
 
 def coherence(episode: Episode, verdict: Verdict) -> float:
-    """How well the analyses follow from what was known before, 0 to 1; the mean over the steps."""
+    """Returns how well the analyses follow from what was known at each step, 0 to 1; the mean over the steps."""
     return sum(opinion.coherence for opinion in verdict.steps) / (len(verdict.steps) or 1)
 
 
 def query_rationality(episode: Episode, verdict: Verdict) -> float:
-    """How sensible the queries are, given what was known, 0 to 1; the mean over the steps that ask, 0 if none does."""
-    asked = [v.rationality for s, v in zip(episode.steps, verdict.steps, strict=True) if s.searches]
-    return sum(asked) / (len(asked) or 1)
+    """Returns how sensible the queries are, given what was known, 0 to 1; the mean over the steps that search.
+
+    It is 0 if no step does.
+    """
+    pairs = zip(episode.steps, verdict.steps, strict=True)
+    values = [opinion.rationality for step, opinion in pairs if step.searches]
+    return sum(values) / (len(values) or 1)

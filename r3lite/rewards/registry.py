@@ -1,7 +1,8 @@
-"""The rewards by name and their weights: those built in, and a user's own functions as `package.module:function`.
+"""The rewards by name and their weights: those with flags of their own, the other built-in ones, and a user's own
+functions as `package.module:function`.
 
 A reward is a plain function. It takes an episode, and the judge's verdict if it names a parameter `verdict`; its other
-parameters are what a config can set. It returns
+parameters are what a config can set (of those in `parts.py`: what their flags set). It returns
 
 - a number, the reward of the last step;
 - or a list of numbers, one per step;
@@ -25,37 +26,78 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.records import shown
-from r3lite.rewards import answers, formats, judged, searching, tasks, texts
+from r3lite.rewards import answers, formats, judged, parts, searching, tasks, texts
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 from r3lite.settings.rewards import FIRST_WEIGHT, RewardEntry
 
 RewardFunction = Callable[..., float | list[float] | None]
-# Those that a format without searches leaves nothing to reward.
+# The rewards whose parameters are flags. They are parts of every reward, and no names for --rewards.
+FLAGGED: dict[str, RewardFunction] = {
+    "format": parts.well_formed,
+    "process": parts.process,
+    "search": parts.search,
+    "outcome": parts.outcome,
+}
+# The rewards that need a format with searches.
 SEARCHING = (
-    searching.gold_recall, searching.gold_precision, searching.information_gain, searching.search_count,
-    searching.search_excess, judged.relevance, judged.query_rationality,
-)  # fmt: skip
+    searching.gold_recall,
+    searching.gold_precision,
+    searching.information_gain,
+    searching.search_count,
+    searching.search_excess,
+    judged.relevance,
+    judged.query_rationality,
+)
 REWARDS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
-        answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
+        answers.exact_match,
+        answers.answer_f1,
+        answers.contains_gold,
+        answers.rouge_l,
+        answers.rouge_l_levels,
         answers.hop_weighted,
-        formats.strict_format, formats.approximate_format, formats.all_tags, formats.tag_share, formats.valid_plan,
+        formats.strict_format,
+        formats.approximate_format,
+        formats.all_tags,
+        formats.tag_share,
+        formats.valid_plan,
         *SEARCHING,
-        judged.judged_answer, judged.coherence,
-        texts.length_penalty, texts.language_penalty, texts.keyword_overlap, texts.logical_connectors,
-        tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
+        judged.judged_answer,
+        judged.coherence,
+        texts.length_penalty,
+        texts.language_penalty,
+        texts.keyword_overlap,
+        texts.logical_connectors,
+        tasks.coding,
+        tasks.function_calling,
+        tasks.chat,
+        tasks.combined,
     )
-}  # fmt: skip
+}
 # The built-in rewards for the answer itself. A user's own function counts as one, too: it may well be.
 ANSWERS = (
-    answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
-    answers.hop_weighted, judged.judged_answer, tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
-)  # fmt: skip
+    answers.exact_match,
+    answers.answer_f1,
+    answers.contains_gold,
+    answers.rouge_l,
+    answers.rouge_l_levels,
+    answers.hop_weighted,
+    judged.judged_answer,
+    tasks.coding,
+    tasks.function_calling,
+    tasks.chat,
+    tasks.combined,
+)
 MOST = 1e15  # learning squares rewards and adds them up, in fp32
 VERDICT = "verdict"  # the parameter that asks for the judge's
-KINDS = (((bool,), "true or false"), ((int, float), "a number"), ((str,), "text"), ((list, tuple), "a list"))
+KINDS = (
+    ((bool,), "true or false"),
+    ((int, float), "a number"),
+    ((str,), "text"),
+    ((list, tuple), "a list"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,40 +108,77 @@ class NamedReward:
     weight: float
     function: RewardFunction
     parameters: dict[str, Any]
-    judged: bool  # whether it takes a verdict
+    takes_verdict: bool
 
     @property
     def pays_answer(self) -> bool:
-        """Whether it counts as a reward for the answer."""
+        """True if it counts as a reward for the answer."""
         return self.weight != 0 and (self.function in ANSWERS or ":" in self.name)
 
     def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
-        """The weighted reward of each step; None if the reward is missing.
+        """Returns the weighted reward of each step; None if the reward is missing.
 
         Raises R3LiteError if the function fails or returns what is no reward.
         """
-        if not episode.steps:  # no step to be rewarded
+        step_count = len(episode.steps)
+        if step_count == 0:  # no step to be rewarded
             return []
-        given = self.parameters | ({VERDICT: verdict} if self.judged else {})
+        value = self._value(episode, verdict)
+        if value is None:
+            return None
+        if isinstance(value, (list, tuple)):
+            by_step = list(value)
+        else:
+            by_step = [0.0] * (step_count - 1) + [value]
+        # Those with flags have no bound of their own: `Scored` refuses a step's sum that is too large.
+        if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
+            cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
+            remedy = f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing."
+            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
+        return [self.weight * float(reward) for reward in by_step]
+
+    def _value(self, episode: Episode, verdict: Verdict | None) -> Any:
+        """Returns what the function returns. Raises R3LiteError if it fails."""
+        arguments = dict(self.parameters)
+        if self.takes_verdict:
+            arguments[VERDICT] = verdict
         try:
-            found = self.function(episode, **given)
+            return self.function(episode, **arguments)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
             cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
             raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.") from error
-        if found is None:
-            return None
-        steps = len(episode.steps)
-        values = list(found) if isinstance(found, (list, tuple)) else [0.0] * (steps - 1) + [found]
-        if len(values) != steps or not all(isinstance(value, Real) and abs(value) <= MOST for value in values):
-            cause = f"the reward {self.name} returned {shown(found)} for an episode of {steps} steps"
-            remedy = f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing."
-            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
-        return [self.weight * float(value) for value in values]
+
+
+def _are_rewards(values: list, step_count: int) -> bool:
+    """Returns True if there is one number per step that can be learned from."""
+    if len(values) != step_count:
+        return False
+    return all(isinstance(value, Real) and abs(value) <= MOST for value in values)
+
+
+def rewards_of(settings: RewardSettings) -> list[NamedReward]:
+    """Returns all rewards of the settings: those with flags and those of `--rewards`, with their parameters checked.
+
+    Their order is that in which they are added up, which decides the last bit of a sum: the outcome comes last.
+    `search` is left out if its weights are 0. Raises as `named_rewards` does.
+    """
+    flagged = {name: _flagged(name, settings) for name in FLAGGED}
+    outcome = flagged.pop("outcome")
+    if not settings.search_bonus and not settings.idle_query_penalty:
+        del flagged["search"]
+    return [*flagged.values(), *named_rewards(settings), outcome]
+
+
+def _flagged(name: str, settings: RewardSettings) -> NamedReward:
+    function = FLAGGED[name]
+    _, *parameters = inspect.signature(function).parameters
+    flags = {flag: getattr(settings, flag) for flag in parameters if flag != VERDICT}
+    return NamedReward(name, weight=1.0, function=function, parameters=flags, takes_verdict=VERDICT in parameters)
 
 
 def named_rewards(settings: RewardSettings) -> list[NamedReward]:
-    """The rewards that the settings name, with their parameters checked.
+    """Returns the rewards that `--rewards` names, with their parameters checked.
 
     Raises UsageError for a name or a parameter that is not there, R3LiteError if a user's module fails.
     """
@@ -107,41 +186,53 @@ def named_rewards(settings: RewardSettings) -> list[NamedReward]:
 
 
 def _named(entry: RewardEntry) -> NamedReward:
-    name, weight = entry["name"], entry["weight"]
+    name = entry["name"]
     function = _load(name)
     try:
-        taken = list(inspect.signature(function).parameters.values())[1:]
+        taken = list(inspect.signature(function).parameters.values())[1:]  # without the episode
     except (TypeError, ValueError):  # not callable, or written in C
         raise UsageError(f"the reward {name} is {shown(function)}, not a function of an episode") from None
-    settable = {p.name: p.default for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    judged = VERDICT in settable
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    settable = {parameter.name: parameter.default for parameter in taken if parameter.kind in by_keyword}
+    takes_verdict = VERDICT in settable
     settable.pop(VERDICT, None)
     parameters = {key: value for key, value in entry.items() if key not in ("name", "weight", FIRST_WEIGHT)}
     for key, value in parameters.items():
         if key not in settable:
-            known = f"choose from {', '.join(settable)}" if settable else "it has none"
-            raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {known}")
+            choice = f"choose from {', '.join(settable)}" if settable else "it has none"
+            raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {choice}")
         _check_kind(f"{key} of the reward {name}", value, settable[key])
-    if missing := [key for key, default in settable.items() if default is inspect.Parameter.empty and key not in entry]:
-        raise UsageError(f"the reward {name} needs the parameter {missing[0]}")
-    return NamedReward(name, weight, function, parameters, judged)
+    for key, default in settable.items():
+        if default is inspect.Parameter.empty and key not in entry:
+            raise UsageError(f"the reward {name} needs the parameter {key}")
+    return NamedReward(
+        name,
+        weight=entry["weight"],
+        function=function,
+        parameters=parameters,
+        takes_verdict=takes_verdict,
+    )
 
 
-def _check_kind(what: str, value: Any, default: Any) -> None:
+def _check_kind(parameter: str, value: Any, default: Any) -> None:
     """Raises UsageError if a parameter is of another kind than its default."""
-    for kinds, wanted in KINDS:
+    for kinds, description in KINDS:
         if isinstance(default, kinds):
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise UsageError(f"{what} is {value!r}; it must be {wanted}")
+            is_stray_bool = isinstance(value, bool) and bool not in kinds
+            if is_stray_bool or not isinstance(value, kinds):
+                raise UsageError(f"{parameter} is {value!r}; it must be {description}")
             return
 
 
 def _load(name: str) -> RewardFunction:
-    """The function of a name; a user's module is looked for in the current folder first, as `python -m` does."""
+    """Returns the function of a name.
+
+    A user's module is looked for in the current folder first, as `python -m` does.
+    """
     if ":" not in name:
         if name not in REWARDS:
-            own = "see docs/rewards.md, or pass your own as package.module:function"
-            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {own}")
+            advice = "see docs/rewards.md, or pass your own as package.module:function"
+            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {advice}")
         return REWARDS[name]
     module_name, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -159,39 +250,44 @@ def _load(name: str) -> RewardFunction:
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
-    """Whether a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
-    weighed = settings.outcome_judge > 0 or settings.process_judge > 0
-    return weighed or any(reward.judged for reward in named_rewards(settings))
+    """Returns True if a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
+    if settings.outcome_judge > 0 or settings.process_judge > 0:
+        return True
+    return any(reward.takes_verdict for reward in named_rewards(settings))
 
 
 def settings_of_round(settings: RewardSettings, number: int) -> RewardSettings:
-    """The settings with the weights of round `number`, from 1 on.
+    """Returns the settings with the weights of round `number`, from 1 on.
 
     With a curriculum of N rounds, a reward has `first_weight` in rounds n <= N and `weight` after them (hard), or
     share * weight + (1 - share) * first_weight with share = min((n - 1) / N, 1) (linear).
     """
     if not settings.rewards:
         return settings
-    rounds, share = settings.curriculum_rounds, 1.0
-    if number <= rounds:
-        share = (number - 1) / rounds if settings.curriculum_switch == "linear" else 0.0
+    rounds = settings.curriculum_rounds
+    if number > rounds:
+        share = 1.0
+    elif settings.curriculum_switch == "linear":
+        share = (number - 1) / rounds
+    else:
+        share = 0.0
     rewards = []
     for entry in settings.rewards:
-        kept = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
+        of_round = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
         if FIRST_WEIGHT in entry:
-            kept["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
-        rewards.append(RewardEntry(kept))
+            of_round["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
+        rewards.append(RewardEntry(of_round))
     return replace(settings, rewards=tuple(rewards))
 
 
 def changing_weights(settings: RewardSettings, number: int) -> dict[str, float]:
-    """The weights of round `number` that change between rounds, as metrics; empty without a curriculum."""
+    """Returns the weights of round `number` that change between rounds, as metrics; none without a curriculum."""
     if not settings.rewards or not settings.curriculum_rounds:
         return {}
-    entries = zip(settings.rewards, settings_of_round(settings, number).rewards, strict=True)
-    return {f"rewards/{entry['name']}/weight": now["weight"] for entry, now in entries if FIRST_WEIGHT in entry}
+    pairs = zip(settings.rewards, settings_of_round(settings, number).rewards, strict=True)
+    return {f"rewards/{entry['name']}/weight": of_round["weight"] for entry, of_round in pairs if FIRST_WEIGHT in entry}
 
 
 def weights_change_at(settings: RewardSettings, number: int) -> bool:
-    """Whether round `number` has other weights than the one before it."""
+    """Returns True if round `number` has other weights than the one before it."""
     return number > 1 and changing_weights(settings, number) != changing_weights(settings, number - 1)

@@ -7,65 +7,82 @@ missing reward.
 from collections.abc import Hashable
 from itertools import accumulate
 
-from r3lite.core.episode import Episode
+from r3lite.core.episode import Episode, Step
 from r3lite.protocols.base import IDLE, new_queries
 
 
 def gold_recall(episode: Episode) -> list[float] | None:
-    """At each step, the share of the gold paragraphs that it found first: they add up to the recall, 0 to 1.
+    """Returns, at each step, the share of the gold paragraphs that it retrieved first: they add up to the recall, 0 to
+    1.
 
-    None if no gold paragraph is known.
+    It is None if no gold paragraph is known.
     """
     gold = episode.question.gold
-    return [len(news) / len(gold) for news in episode.new_gold()] if gold else None
+    if not gold:
+        return None
+    return [len(new_gold) / len(gold) for new_gold in episode.new_gold()]
 
 
 def gold_precision(episode: Episode) -> float | None:
-    """The share of gold ones among the paragraphs that it retrieved, each counted once; 0 if it retrieved none.
+    """Returns the share of gold ones among the retrieved paragraphs, each counted once; 0 if none was retrieved.
 
-    None if no gold paragraph is known.
+    It is None if no gold paragraph is known.
     """
     question = episode.question
     if not question.gold:
         return None
-    found = set(map(question.paragraph, episode.documents))
-    return len(question.gold_found(episode.documents)) / len(found) if found else 0.0
+    paragraphs = set(map(question.paragraph, episode.documents))
+    if not paragraphs:
+        return 0.0
+    return len(question.gold_found(episode.documents)) / len(paragraphs)
 
 
 def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] | None:
-    """At each step, the gain in recall less `redundancy` times the share of its documents that earlier steps retrieved.
+    """Returns, at each step, the gain in recall less `redundancy` times the share of its documents that earlier steps
+    retrieved.
 
-    G - P of StepSearch (arXiv 2505.15107): G is the mean over the gold paragraphs of how much more like one the
-    documents are than any before. There likeness is a cosine of words, here it is 1 for the paragraph itself, else 0.
-    None if no gold paragraph is known.
+    It is G - P of StepSearch (arXiv 2505.15107), where G is the mean over the gold paragraphs of how much more like
+    one the documents are than any before. There likeness is a cosine of words, here it is 1 for the paragraph itself,
+    else 0. It is None if no gold paragraph is known.
     """
     gains = gold_recall(episode)
     if gains is None:
         return None
-    seen: set[Hashable] = set()
+    earlier: set[Hashable] = set()
     rewards = []
     for gain, step in zip(gains, episode.steps, strict=True):
-        retrieved = [episode.question.paragraph(document) for document in step.documents]
-        again = sum(name in seen for name in retrieved) / (len(retrieved) or 1)
-        rewards.append(gain - redundancy * again)
-        seen.update(retrieved)
+        paragraphs = [episode.question.paragraph(document) for document in step.documents]
+        repeated = sum(paragraph in earlier for paragraph in paragraphs)
+        rewards.append(gain - redundancy * (repeated / (len(paragraphs) or 1)))
+        earlier.update(paragraphs)
     return rewards
 
 
 def search_count(episode: Episode, most: int = 3) -> list[float]:
-    """At each step, how many of its new queries are among the first `most` of the episode."""
-    return [float(max(0, min(before + new, most) - before)) for before, new in _new_queries(episode)]
+    """Returns, at each step, how many of its new queries are among the first `most` of the episode."""
+    rewards = []
+    for earlier, new in _new_queries(episode):
+        counted = min(earlier + new, most) - earlier
+        rewards.append(float(max(0, counted)))
+    return rewards
 
 
 def search_excess(episode: Episode, most: int = 3) -> list[float]:
-    """-1 at each step with a query that is blank or repeated, and -1 for each new query after the first `most` of the
-    episode; a penalty."""
-    pairs = zip(episode.steps, _new_queries(episode), strict=True)
-    beyond = [(step, before + new - max(before, most)) for step, (before, new) in pairs]
-    return [-float(max(0, n)) - float(not IDLE.isdisjoint(step.faults)) for step, n in beyond]
+    """Returns -1 at each step with a query that is blank or repeated, and -1 for each new query after the first `most`
+    of the episode; a penalty."""
+    rewards = []
+    for step, (earlier, new) in zip(episode.steps, _new_queries(episode), strict=True):
+        excess = max(0, earlier + new - max(earlier, most))
+        rewards.append(-float(excess) - float(is_idle(step)))
+    return rewards
+
+
+def is_idle(step: Step) -> bool:
+    """Returns True if a query of the step is blank or repeated."""
+    return not IDLE.isdisjoint(step.faults)
 
 
 def _new_queries(episode: Episode) -> list[tuple[int, int]]:
-    """Of each step, how many new queries there were before it, and how many it has."""
+    """Returns for each step how many new queries the steps before it have, and how many it has itself."""
     counts = new_queries(episode.steps)
     return list(zip(accumulate(counts, initial=0), counts))

@@ -8,7 +8,7 @@ import ast
 import re
 import warnings
 
-from r3lite.core.episode import Episode
+from r3lite.core.episode import Episode, Question
 from r3lite.core.records import InvalidRecord, parse
 from r3lite.rewards.answers import rouge_l
 
@@ -20,53 +20,73 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
-    """0.3 if the answer is Python code that can be parsed, else -0.3 in all; 0.1 more each
-    for a docstring, for a type hint in a function's signature, and for `shortest` to `longest` lines. At most 0.6."""
-    code = _inside(episode.prediction)
+    """Returns 0.3 if the answer is Python code that can be parsed, else -0.3 in all.
+
+    It adds 0.1 each for a docstring, for a type hint in a function's signature, and for `shortest` to `longest` lines:
+    at most 0.6.
+    """
+    code = _unfenced(episode.prediction)
     tree = _parsed(code) if code.strip() else None
     if tree is None:
         return -0.3
-    documented = any(isinstance(n, DOCUMENTED) and ast.get_docstring(n) for n in ast.walk(tree))
-    hinted = any(isinstance(n, FUNCTIONS) and _has_hints(n) for n in ast.walk(tree))
+    nodes = list(ast.walk(tree))
+    has_docstring = any(isinstance(node, DOCUMENTED) and ast.get_docstring(node) for node in nodes)
+    has_hints = any(isinstance(node, FUNCTIONS) and _has_hints(node) for node in nodes)
     lines = sum(bool(line.strip()) for line in code.splitlines())
-    return round(0.3 + 0.1 * (documented + hinted + (shortest <= lines <= longest)), 1)
+    has_good_length = shortest <= lines <= longest
+    virtues = sum([has_docstring, has_hints, has_good_length])
+    return round(0.3 + 0.1 * virtues, 1)
 
 
 def function_calling(episode: Episode, tools: tuple[str, ...] = ()) -> float:
-    """0.3 if the answer is a JSON object, else -0.3; 0.2 more if it has a `name` and `arguments` (an object, or its
-    text), and 0.2 if the name is a known tool's: one of `tools`, or without these one that the question, or a message
-    before it, declares as `"name": "..."`. At most 0.7."""
+    """Returns 0.3 if the answer is a JSON object, else -0.3 in all.
+
+    It adds 0.2 if the object has a `name` and `arguments` (an object, or its text), and 0.2 if the name is a known
+    tool's: one of `tools`, or without these one that the question, or a message before it, declares as
+    `"name": "..."`. It is at most 0.7.
+    """
+    text = _unfenced(episode.prediction).strip().removeprefix(CALL)
     try:
-        call = parse(_inside(episode.prediction).strip().removeprefix(CALL))
+        call = parse(text)
     except InvalidRecord:
         return -0.3
     if not isinstance(call, dict):
         return -0.3
     name = call.get("name")
-    complete = isinstance(name, str) and isinstance(call.get("arguments"), (dict, str))
-    given = [*(message["content"] for message in episode.question.earlier), episode.question.text]
-    known = name in (tools or DECLARED.findall("\n".join(given)))
-    return round(0.3 + 0.2 * (complete + known), 1)
+    is_complete = isinstance(name, str) and isinstance(call.get("arguments"), (dict, str))
+    is_known = name in (tools or _declared_tools(episode.question))
+    virtues = sum([is_complete, is_known])
+    return round(0.3 + 0.2 * virtues, 1)
 
 
 def chat(episode: Episode) -> float:
-    """The best ROUGE-L F1 of the reply over the reference replies, 0 to 1."""
+    """Returns the best ROUGE-L F1 of the reply over the reference replies, 0 to 1."""
     return rouge_l(episode)
 
 
 def combined(episode: Episode) -> float:
-    """`coding` or `function_calling` if that is the question's type (`task` in its row), else `chat`."""
-    return {"coding": coding, "function_calling": function_calling}.get(episode.question.type, chat)(episode)
+    """Returns `coding` or `function_calling` if that is the question's type (`task` in its row), else `chat`."""
+    if episode.question.type == "coding":
+        return coding(episode)
+    if episode.question.type == "function_calling":
+        return function_calling(episode)
+    return chat(episode)
 
 
-def _inside(answer: str) -> str:
-    """What stands in the first fenced block of an answer; all of it if there is none."""
+def _unfenced(answer: str) -> str:
+    """Returns the content of the first fenced block of an answer; all of it if there is none."""
     block = FENCED.search(answer)
     return block[1] if block else answer
 
 
+def _declared_tools(question: Question) -> list[str]:
+    """Returns the names that the messages before a question and the question declare as `"name": "..."`."""
+    messages = [message["content"] for message in question.earlier]
+    return DECLARED.findall("\n".join([*messages, question.text]))
+
+
 def _parsed(code: str) -> ast.Module | None:
-    """The syntax tree; None if it has none, or one that is nested too deep."""
+    """Returns the syntax tree; None if there is none, or if it is nested too deep."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd escapes and the like
         try:
@@ -76,5 +96,6 @@ def _parsed(code: str) -> ast.Module | None:
 
 
 def _has_hints(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    arguments = [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]
-    return function.returns is not None or any(argument.annotation for argument in arguments)
+    if function.returns is not None:
+        return True
+    return any(isinstance(node, ast.arg) and node.annotation for node in ast.walk(function.args))

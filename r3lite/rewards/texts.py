@@ -13,7 +13,7 @@ from r3lite.core.episode import Episode
 CONNECTORS = (
     "because", "since", "therefore", "thus", "hence", "so", "then", "however", "but", "first", "next", "finally",
 )  # fmt: skip
-# Words that say nothing about a subject. Articles are left out by `normalize`.
+# Words that say nothing about a subject. `normalize` removes articles.
 STOP_WORDS = {
     "and", "or", "of", "in", "on", "at", "to", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be",
     "been", "it", "its", "this", "that", "these", "those", "he", "she", "his", "her", "they", "their", "who", "which",
@@ -25,51 +25,73 @@ NO_SCRIPT = "MODIFIER"  # such as the apostrophes that several scripts have
 
 
 def length_penalty(episode: Episode, most: int = 300) -> float:
-    """0 up to `most` words, then falling evenly to -1 at twice as many and more."""
-    excess = len(_written(episode).split()) - most
-    return -min(max(excess / max(most, 1), 0.0), 1.0)
+    """Returns 0 up to `most` words, then a penalty that grows evenly to -1 at twice as many and more."""
+    excess = len(_written_text(episode).split()) - most
+    share = max(excess / max(most, 1), 0.0)
+    return -min(share, 1.0)
 
 
 def language_penalty(episode: Episode) -> float:
-    """Minus the share of letters in another script than those of the question and its gold answers, 0 to -1.
+    """Returns minus the share of letters in another script than those of the question and its gold answers, 0 to -1.
 
     It distinguishes scripts, not languages: English and French are the same to it.
     """
-    own = set(map(_script, _letters(" ".join([episode.question.text, *episode.question.answers]))))
-    letters = _letters(_written(episode))
-    return -sum(_script(letter) not in own for letter in letters) / len(letters) if letters else 0.0
+    reference = " ".join([episode.question.text, *episode.question.answers])
+    scripts = set(map(_script, _letters(reference)))
+    letters = _letters(_written_text(episode))
+    if not letters:
+        return 0.0
+    foreign = sum(_script(letter) not in scripts for letter in letters)
+    return -foreign / len(letters)
 
 
 def keyword_overlap(episode: Episode) -> float:
-    """The share of a gold answer's keywords that the analyses and the answer have, 0 to 1; the best gold answer counts.
+    """Returns the share of a gold answer's keywords that the analyses and the answer have, 0 to 1; the best gold answer
+    counts.
 
     Keywords are the words of the normalized answer but for stop words; if they are all such words, they all count.
     """
-    said = set(split_words(normalize(" ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps))))
-    wanted = [set(split_words(normalize(gold))) for gold in episode.question.answers]
-    keywords = [words - STOP_WORDS or words for words in wanted if words]
-    return max((len(words & said) / len(words) for words in keywords), default=0.0)
+    text = " ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps)
+    words = set(split_words(normalize(text)))
+    shares = []
+    for gold in episode.question.answers:
+        gold_words = set(split_words(normalize(gold)))
+        keywords = gold_words - STOP_WORDS or gold_words
+        if keywords:
+            shares.append(len(keywords & words) / len(keywords))
+    return max(shares, default=0.0)
 
 
-def logical_connectors(episode: Episode, most: int = 3, words: tuple[str, ...] = CONNECTORS) -> float:
-    """How many different ones of `words` the analyses have, of the first `most`, 0 to 1; whole words in any case."""
+def logical_connectors(
+    episode: Episode,
+    most: int = 3,
+    words: tuple[str, ...] = CONNECTORS,
+) -> float:
+    """Returns how many different ones of `words` the analyses have, of the first `most`, 0 to 1.
+
+    They are whole words in any case.
+    """
     text = " ".join(step.analysis for step in episode.steps)
-    found = sum(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words)
-    return min(found / max(most, 1), 1.0)
+    count = sum(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words)
+    return min(count / max(most, 1), 1.0)
 
 
-def _written(episode: Episode) -> str:
-    """All that the model wrote but for the words of its format."""
-    return " ".join(filter(None, (text for s in episode.steps for text in (s.analysis, *s.queries, s.answer))))
+def _written_text(episode: Episode) -> str:
+    """Returns all that the model wrote but for the words of its format."""
+    texts: list[str] = []
+    for step in episode.steps:
+        texts += [step.analysis, *step.queries, step.answer or ""]
+    return " ".join(filter(None, texts))
 
 
 def _letters(text: str) -> list[str]:
-    """The letters that belong to a script, those of full or half width, superscripts and the like as plain ones."""
+    """Returns the letters that belong to a script; those of full or half width, superscripts and the like are taken as
+    plain ones."""
     letters = [character for character in unicodedata.normalize("NFKC", text) if character.isalpha()]
     return [letter for letter in letters if _script(letter) != NO_SCRIPT]
 
 
 def _script(letter: str) -> str:
-    """The first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
+    """Returns the first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
     script = unicodedata.name(letter, "").partition(" ")[0]
     return ONE_SCRIPT.get(script, script)

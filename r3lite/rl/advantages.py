@@ -7,18 +7,27 @@ from torch import Tensor
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the mask, which has the shape of x."""
-    return (x * mask).sum() / mask.sum().clamp(min=1)
+    """Returns the mean of x over the mask, a scalar. The mask has the shape of x; an empty one gives 0."""
+    total = (x * mask).sum()
+    count = mask.sum().clamp(min=1)
+    return total / count
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x [B, T] with mean 0 and variance 1 over the mask; 0 elsewhere."""
+    """Returns x [B, T] with mean 0 and variance 1 over the mask; it is 0 elsewhere."""
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
+    scale = torch.rsqrt(variance + 1e-8)
+    return (x - mean) * scale * mask
 
 
-def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    action_mask: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over action tokens only.
 
     delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', with t' the next *action* token after t
@@ -27,14 +36,17 @@ def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam:
     targets (advantage + value), both [B, T] and 0 at observations.
     """
     advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])  # [B]
+    next_value = torch.zeros_like(values[:, 0])  # [B]
+    next_advantage = torch.zeros_like(values[:, 0])  # [B]
     for t in range(values.shape[1] - 1, -1, -1):
+        is_action = action_mask[:, t]  # [B]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        next_value = torch.where(action_mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(action_mask[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(action_mask[:, t], advantage, 0.0)
-    return advantages, (advantages + values) * action_mask
+        next_value = torch.where(is_action, values[:, t], next_value)
+        next_advantage = torch.where(is_action, advantage, next_advantage)
+        advantages[:, t] = torch.where(is_action, advantage, 0.0)
+    targets = (advantages + values) * action_mask
+    return advantages, targets
 
 
 def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
@@ -42,40 +54,55 @@ def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tens
 
     std is the sample standard deviation, as in TRL.
     """
-    return _by_group(returns, groups, lambda r: (r - r.mean()) / (r.std() + eps))
+
+    def advantage(r: Tensor) -> Tensor:
+        return (r - r.mean()) / (r.std() + eps)
+
+    return _by_group(returns, groups, advantage)
 
 
 def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
     """Dr. GRPO's advantage (arXiv 2503.20783): R - mean within a group, for returns and groups [B]."""
-    return _by_group(returns, groups, lambda r: r - r.mean())
+
+    def advantage(r: Tensor) -> Tensor:
+        return r - r.mean()
+
+    return _by_group(returns, groups, advantage)
 
 
 def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
     """RLOO's advantage (arXiv 2402.14740): R - mean of the others of the group, for returns and groups [B]."""
-    return _by_group(returns, groups, lambda r: r - (r.sum() - r) / (len(r) - 1))
+
+    def advantage(r: Tensor) -> Tensor:
+        mean_of_others = (r.sum() - r) / (len(r) - 1)
+        return r - mean_of_others
+
+    return _by_group(returns, groups, advantage)
 
 
 def _by_group(returns: Tensor, groups: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
-    """The advantages [B] that `advantage` computes from the returns of each group.
+    """Returns the advantages [B] that `advantage` computes from the returns of each group.
 
     A group whose returns are all equal, such as a group of one, gets exactly 0: AdamW would turn the gradient of a
     rounding error in r - mean into full steps.
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
-        mine = groups == group
-        r = returns[mine]
-        if not all_equal(r):
-            advantages[mine] = advantage(r)
+        in_group = groups == group
+        group_returns = returns[in_group]
+        if not all_equal(group_returns):
+            advantages[in_group] = advantage(group_returns)
     return advantages
 
 
 def share_without_variance(returns: Tensor, groups: Tensor) -> float:
-    """Share of the groups whose returns are all equal, for returns and groups [B]."""
-    kinds = groups.unique()
-    return sum(all_equal(returns[groups == g]) for g in kinds) / len(kinds)
+    """Returns the share of the groups whose returns are all equal, for returns and groups [B]."""
+    group_ids = groups.unique()
+    without_variance = sum(all_equal(returns[groups == group]) for group in group_ids)
+    return without_variance / len(group_ids)
 
 
 def all_equal(returns: Tensor) -> bool:
-    """Whether returns are equal, up to the rounding of sums taken in another order."""
-    return bool(returns.max() - returns.min() < 1e-6)
+    """Says if returns are equal, up to the rounding of sums taken in another order."""
+    spread = returns.max() - returns.min()
+    return bool(spread < 1e-6)

@@ -21,7 +21,7 @@ from r3lite.models.packing import states_before
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled episode of T tokens, N of which are action tokens."""
+    """One sampled episode of T tokens, N of which are action tokens: sampled by the model."""
 
     tokens: list[int]  # [T]
     action_mask: list[bool]  # [T]: True if the model sampled the token
@@ -37,19 +37,33 @@ class Rollout:
 
     @property
     def total(self) -> float:
+        """The sum of the episode's rewards."""
         return float(sum(reward for _, reward in self.rewards))
 
     @staticmethod
     def with_final_reward(
-        tokens: list[int], action_mask: list[bool], logprobs: list[float] | None, reward: float, group: int
+        tokens: list[int],
+        action_mask: list[bool],
+        logprobs: list[float] | None,
+        reward: float,
+        group: int,
     ) -> "Rollout":
-        """An episode whose whole reward is given at its last action token, with values 0.
+        """Returns an episode whose whole reward is given at its last action token, with values 0.
 
         Without `logprobs` they are 0: the probability of every token under the policy that wrote it is taken to be 1.
         """
         zeros = [0.0] * sum(action_mask)
-        end = len(action_mask) - 1 - action_mask[::-1].index(True)
-        return Rollout(tokens, action_mask, zeros if logprobs is None else logprobs, zeros, [(end, reward)], group)
+        if logprobs is None:
+            logprobs = zeros
+        last_action = len(action_mask) - 1 - action_mask[::-1].index(True)
+        return Rollout(
+            tokens=tokens,
+            action_mask=action_mask,
+            logprobs=logprobs,
+            values=zeros,
+            rewards=[(last_action, reward)],
+            group=group,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,70 +92,84 @@ class Batch:
 
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
-        mask = pad_sequence([torch.tensor(r.action_mask) for r in rollouts], batch_first=True)
-        logprobs = torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float32)  # [N]
-        values = torch.tensor([x for r in rollouts for x in r.values], dtype=torch.float32)  # [N]
-        rewards = torch.zeros(mask.shape)
-        for i, rollout in enumerate(rollouts):
-            for position, reward in rollout.rewards:
-                assert rollout.action_mask[position], "a reward belongs to a token that the model sampled"
-                rewards[i, position] += reward
-        assert rewards.isfinite().all(), "a reward is a finite number"
+        """Pads rollouts to a batch, a row each, in their order."""
+        mask = pad_sequence([torch.tensor(rollout.action_mask) for rollout in rollouts], batch_first=True)
+        logprobs = list(chain.from_iterable(rollout.logprobs for rollout in rollouts))
+        values = list(chain.from_iterable(rollout.values for rollout in rollouts))
+        off_policy = None
+        if any(rollout.off_policy for rollout in rollouts):
+            off_policy = torch.tensor([rollout.off_policy for rollout in rollouts])
         return Batch(
-            tokens=pad_sequence([torch.tensor(r.tokens) for r in rollouts], batch_first=True),
+            tokens=pad_sequence([torch.tensor(rollout.tokens) for rollout in rollouts], batch_first=True),
             action_mask=mask,
-            logprobs=torch.zeros(mask.shape).masked_scatter(mask, logprobs),
-            values=torch.zeros(mask.shape).masked_scatter(mask, values),
-            rewards=rewards,
-            groups=torch.tensor([r.group for r in rollouts]),
-            cut_off=torch.tensor([r.cut_off for r in rollouts]),
-            failed=torch.tensor([r.failed for r in rollouts]),
-            signals=torch.tensor([r.total if r.signal is None else r.signal for r in rollouts]),
-            off_policy=torch.tensor([r.off_policy for r in rollouts]) if any(r.off_policy for r in rollouts) else None,
-            teacher=[r.teacher for r in rollouts],
+            logprobs=_scattered(torch.tensor(logprobs, dtype=torch.float32), mask),
+            values=_scattered(torch.tensor(values, dtype=torch.float32), mask),
+            rewards=_padded_rewards(rollouts, mask.shape),
+            groups=torch.tensor([rollout.group for rollout in rollouts]),
+            cut_off=torch.tensor([rollout.cut_off for rollout in rollouts]),
+            failed=torch.tensor([rollout.failed for rollout in rollouts]),
+            signals=torch.tensor([_signal(rollout) for rollout in rollouts]),
+            off_policy=off_policy,
+            teacher=[rollout.teacher for rollout in rollouts],
         )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, index: list[int]) -> "Batch":
-        """The batch of the rows `index`."""
-        tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return Batch(**tensors, teacher=[self.teacher[i] for i in index])
+        """Returns the batch of the rows `index`."""
+        tensors = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                tensors[name] = x[index]
+        teacher = [self.teacher[i] for i in index]
+        return Batch(**tensors, teacher=teacher)
 
     @property
     def old_logprobs(self) -> Tensor:
         """log pi_old [B, T], the denominator of the ratios."""
-        return self.logprobs if self.old is None else self.old
+        if self.old is None:
+            return self.logprobs
+        return self.old
 
     @property
     def off_policy_actions(self) -> Tensor | None:
-        """Which of the action tokens are off-policy, [N] bool; None: no row is."""
-        return None if self.off_policy is None else self.off_policy.repeat_interleave(self.action_mask.sum(-1))
+        """The action tokens that are off-policy, [N] bool; None: no row is."""
+        if self.off_policy is None:
+            return None
+        actions_per_row = self.action_mask.sum(-1)
+        return self.off_policy.repeat_interleave(actions_per_row)
 
     def rescored(self, logprobs: Tensor) -> "Batch":
-        """The batch with the trainer's log-probabilities [B, T] as `old`; off-policy rows keep their recorded ones."""
+        """Returns the batch with the trainer's log-probabilities [B, T] as `old`.
+
+        Off-policy rows keep their recorded ones.
+        """
         if self.off_policy is not None:
             logprobs = torch.where(self.off_policy[:, None], self.logprobs, logprobs)
         return replace(self, old=logprobs)
 
     def token_rows(self) -> list[list[int]]:
-        """The tokens of each row up to its last action token: no loss depends on those after it."""
-        lengths = (torch.arange(1, self.tokens.shape[1] + 1) * self.action_mask).amax(-1)  # [B]
-        return [row[:length] for row, length in zip(self.tokens.tolist(), lengths.tolist(), strict=True)]
+        """Returns the tokens of each row up to its last action token: no loss depends on those after it."""
+        ends = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: the length of a row that ends with token t
+        lengths = (ends * self.action_mask).amax(-1)  # [B]
+        rows = zip(self.tokens.tolist(), lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in rows]
 
     def mini_batches(self, size: int, seed: str, by_group: bool) -> list[list[int]]:
-        """The rows of each mini-batch of an epoch, shuffled by `seed`: whole groups with `by_group`, else single rows.
+        """Returns the rows of each mini-batch of an epoch, shuffled by `seed`: whole groups with `by_group`, else rows.
 
-        The fewest mini-batches of at most `size` on-policy rows, about equally large, so that no small rest makes a
-        step of its own. Groups whose size does not divide a mini-batch are split between two. An off-policy row goes
-        with the row before it, which is of its group.
+        These are the fewest mini-batches of at most `size` on-policy rows, about equally large, so that no small rest
+        makes a step of its own. Groups whose size does not divide a mini-batch are split between two. An off-policy row
+        goes with the row before it, which is of its group.
         """
-        units = [[row] for row in range(len(self))]
         if by_group:
-            units = [torch.nonzero(self.groups == group)[:, 0].tolist() for group in self.groups.unique()]
+            group_rows = [torch.nonzero(self.groups == group)[:, 0] for group in self.groups.unique()]
+            units = [rows.tolist() for rows in group_rows]
+        else:
+            units = [[row] for row in range(len(self))]
         random.Random(seed).shuffle(units)
-        parts: list[list[int]] = []
+        parts: list[list[int]] = []  # an on-policy row each, with the off-policy rows that go with it
         for row in chain.from_iterable(units):
             if self.off_policy is not None and self.off_policy[row]:
                 parts[-1].append(row)
@@ -152,8 +180,30 @@ class Batch:
         return [list(chain.from_iterable(parts[start:end])) for start, end in pairwise(cuts)]
 
     def spread(self, x: Tensor) -> Tensor:
-        """x [N], numbers of the action tokens in row-major order, as a tensor [B, T] with 0 elsewhere."""
-        return torch.zeros(self.tokens.shape, dtype=x.dtype).masked_scatter(self.action_mask, x)
+        """Returns x [N], numbers of the action tokens in row-major order, as a tensor [B, T] with 0 elsewhere."""
+        return _scattered(x, self.action_mask)
+
+
+def _scattered(x: Tensor, mask: Tensor) -> Tensor:
+    """x [N] at the N places of a mask [B, T], in row-major order, and 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=x.dtype).masked_scatter(mask, x)
+
+
+def _padded_rewards(rollouts: list[Rollout], shape: torch.Size) -> Tensor:
+    """The rewards of rollouts as a tensor [B, T], each at its token."""
+    rewards = torch.zeros(shape)
+    for row, rollout in enumerate(rollouts):
+        for position, reward in rollout.rewards:
+            assert rollout.action_mask[position], "a reward belongs to a token that the model sampled"
+            rewards[row, position] += reward
+    assert rewards.isfinite().all(), "a reward is a finite number"
+    return rewards
+
+
+def _signal(rollout: Rollout) -> float:
+    if rollout.signal is None:
+        return rollout.total
+    return rollout.signal
 
 
 @dataclass(frozen=True)
@@ -175,6 +225,10 @@ class ActionTokens:
 
     @staticmethod
     def of(batch: Batch, device: torch.device) -> "ActionTokens":
+        """Takes the action tokens out of a batch, and moves them to the device."""
+        off_policy = None
+        if batch.off_policy is not None:
+            off_policy = batch.off_policy[:, None].expand(batch.tokens.shape)
         tensors = {
             "old_logprobs": batch.old_logprobs,
             "sampled_logprobs": batch.logprobs,
@@ -183,39 +237,62 @@ class ActionTokens:
             "weights": batch.weights,
             "reference": batch.reference,
             "value_targets": batch.value_targets,
-            "off_policy": None if batch.off_policy is None else batch.off_policy[:, None].expand(batch.tokens.shape),
+            "off_policy": off_policy,
         }
-        mask = batch.action_mask
-        return ActionTokens(
-            **{name: None if x is None else x[mask].to(device, non_blocking=True) for name, x in tensors.items()}
-        )
+        actions = {}
+        for name, x in tensors.items():
+            actions[name] = None if x is None else x[batch.action_mask].to(device, non_blocking=True)
+        return ActionTokens(**actions)
 
     def with_episode_log_ratios(self, logprobs: Tensor, lengths: list[int]) -> "ActionTokens":
-        """With the mean log-ratio of each token's episode, from log-probabilities [N]; `lengths` are the episodes'."""
+        """Adds the mean log-ratio of each token's episode.
+
+        `logprobs` are the current log-probabilities [N], `lengths` the numbers of action tokens of the episodes.
+        """
         assert sum(lengths) == len(logprobs)
-        means = [ratios.mean().expand(len(ratios)) for ratios in (logprobs - self.old_logprobs).split(lengths)]
+        log_ratios = logprobs - self.old_logprobs
+        means = [episode.mean().expand(len(episode)) for episode in log_ratios.split(lengths)]
         return replace(self, episode_log_ratios=torch.cat(means))
 
     def __getitem__(self, rows: slice) -> "ActionTokens":
-        return ActionTokens(**{name: None if x is None else x[rows] for name, x in vars(self).items()})
+        tensors = {}
+        for name, x in vars(self).items():
+            tensors[name] = None if x is None else x[rows]
+        return ActionTokens(**tensors)
 
 
 def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Runs the model on whole episodes: the hidden states [N, C] that predict the action tokens, and these tokens [N].
+    """Runs the model on whole episodes.
 
-    In row-major order. The hidden state of token t - 1 predicts token t.
+    Returns the hidden states [N, C] that predict the action tokens, and these tokens [N], in row-major order. The
+    hidden state of token t - 1 predicts token t.
     """
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 
 def action_logprobs(
-    model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK, entropies: bool = False
+    model: CausalLM,
+    batch: Batch,
+    vocabulary: int,
+    temperature: float,
+    chunk: int = CHUNK,
+    entropies: bool = False,
 ) -> Tensor:
-    """Log-probabilities [N] of the action tokens, or with `entropies` the entropies [N] of their distributions (nats).
+    """Returns the log-probabilities [N] of the action tokens, or with `entropies` the entropies [N] of their
+    distributions, in nats.
 
     The distributions are the sampler's: over the first `vocabulary` ids, at its temperature.
     """
     hidden, targets = action_states(model, batch)
     head = model.head_weight[:vocabulary]
-    logprobs, entropy = token_logprobs(hidden, head, targets, temperature, chunk, with_entropy=entropies)
-    return entropy if entropies else logprobs
+    logprobs, entropy = token_logprobs(
+        hidden,
+        head,
+        targets,
+        temperature=temperature,
+        chunk=chunk,
+        with_entropy=entropies,
+    )
+    if entropies:
+        return entropy
+    return logprobs

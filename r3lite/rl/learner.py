@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -39,13 +40,16 @@ from r3lite.rl.losses import (
 from r3lite.settings import RLSettings
 
 
-class Budget(Protocol):
+class UpdateBudget(Protocol):
     """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
 
     metrics: dict[str, float]  # of the last call
 
+    def begin(self, number: int, rollbacks: int) -> None:
+        """Called before round `number`, with the rollbacks that the collapse guard has made so far."""
+
     def accepts(self, kl: float, error: float) -> bool:
-        """Whether an update may be taken, by the KL and its standard error; if not, the last one was taken back."""
+        """Decides by the KL and its standard error if an update may be taken; if not, the last one was taken back."""
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Learner:
     grant: Grant
     value_head: nn.Module | None = None  # if the algorithm has a critic
     ranks: Ranks = ALONE
-    budget: Budget | None = None
+    budget: UpdateBudget | None = None
     _last_micro_batch: Batch | None = field(default=None, init=False)
 
     def __post_init__(self):
@@ -71,75 +75,118 @@ class Learner:
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """Takes all optimizer steps of a round and returns its metrics. `seed` shuffles the mini-batches."""
-        s = self.settings
-        if s.old_logprobs == "trainer":
+        settings = self.settings
+        if settings.old_logprobs == "trainer":
             batch = batch.rescored(self.sum_over_ranks(self.policy_logprobs, batch))
-        if s.has_reference:
+        if settings.has_reference:
             batch = replace(batch, reference=self.sum_over_ranks(self.reference_logprobs, batch))
-        if self.budget and not self.budget.accepts(*kl_on_policy(batch)):
-            return dict(self.budget.metrics)
+        if self.budget:
+            kl, error = kl_on_policy(batch)
+            if not self.budget.accepts(kl, error):
+                return dict(self.budget.metrics)
         batch = self.algorithm.with_advantages(batch)
-        scaled = s.negative_advantage_scale * batch.advantages
+        scaled = settings.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
         step_sums: list[Sums] = []  # of each optimizer step
-        log_ratios: list[Tensor] = []  # [2, N] of each optimizer step of the first epoch, see `loss`
+        first_epoch_ratios: list[Tensor] = []  # [2, N] of each optimizer step of the first epoch, see `loss`
         norms: list[float] = []
-        bar = tqdm(total=s.update_epochs * len(batch), desc="learning", unit="episode", **BRIEF)
-        for epoch in range(s.update_epochs):
-            for rows in batch.mini_batches(s.mini_batch_size, f"{seed}/{epoch}", self.algorithm.has_groups):
-                sums, ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
+        total = settings.update_epochs * len(batch)
+        bar = tqdm(total=total, desc="learning", unit="episode", **BRIEF)
+        for epoch in range(settings.update_epochs):
+            mini_batches = batch.mini_batches(
+                settings.mini_batch_size,
+                seed=f"{seed}/{epoch}",
+                by_group=self.algorithm.has_groups,
+            )
+            for rows in mini_batches:
+                sums, log_ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
                 bar.update(len(rows))
                 step_sums.append(sums)
                 if epoch == 0:
-                    log_ratios.append(ratios)
+                    first_epoch_ratios.append(log_ratios)
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         bar.close()
-        of_ranks = self.ranks.gather((step_sums, log_ratios))
-        sums = sum_by_name([sums for of_rank, _ in of_ranks for sums in of_rank])
-        log_ratios = [torch.cat(of_step, dim=1) for of_step in zip(*(ratios for _, ratios in of_ranks))]
-        means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
-        finite = [n for n in norms if math.isfinite(n)]  # that of a skipped step is not
-        means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
-        means |= sampling_metrics(log_ratios, s.clip_low, s.clip_high)
-        means |= self.algorithm.adapt_kl(means.get("kl")) | self.algorithm.statistics(batch)
-        return means | self.budget.metrics if self.budget else means
+        metrics = self._metrics(step_sums, first_epoch_ratios, norms)
+        metrics |= self.algorithm.adapt_kl(metrics.get("kl"))
+        metrics |= self.algorithm.statistics(batch)
+        if self.budget:
+            metrics |= self.budget.metrics
+        return metrics
+
+    def _metrics(
+        self,
+        step_sums: list[Sums],
+        first_epoch_ratios: list[Tensor],
+        norms: list[float],
+    ) -> dict[str, float]:
+        """Means over the tokens of all ranks and optimizer steps, from what this rank has of each step."""
+        by_rank = self.ranks.gather((step_sums, first_epoch_ratios))
+        sums_by_rank, ratios_by_rank = zip(*by_rank, strict=True)
+        sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
+        ratios_by_step = [torch.cat(log_ratios, dim=1) for log_ratios in zip(*ratios_by_rank, strict=True)]
+        metrics = {"loss": float(sums.pop("loss")) / len(norms)}
+        metrics |= means_of(sums)
+        finite_norms = [norm for norm in norms if math.isfinite(norm)]  # that of a skipped step is not
+        metrics["grad_norm"] = statistics.fmean(finite_norms or [math.inf])
+        metrics |= sampling_metrics(ratios_by_step, self.settings.clip_low, self.settings.clip_high)
+        return metrics
 
     def sum_over_ranks(self, work: Callable[..., Tensor], *args) -> Tensor:
-        """`work(*args)` [B, T], which each rank computes for its own rows and leaves 0 at all others."""
+        """Returns `work(*args)` [B, T], which each rank computes for its own rows and leaves 0 at all others."""
         return self.ranks.sum_(self.grant.attempt("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probabilities [B, T] of the action tokens under the reference policy: the same base, another adapter."""
+        """Returns the log-probabilities [B, T] of the action tokens under the reference policy.
+
+        That is the same base with another adapter.
+        """
         with use_adapter(self.model, self.reference):
             return self.policy_logprobs(batch)
 
     @torch.no_grad()
     def policy_logprobs(self, batch: Batch, entropies: bool = False) -> Tensor:
-        """Log-probabilities [B, T] of the action tokens under the active adapter, or the entropies of their
-        distributions; 0 at other ranks' rows."""
-        result, chunk = torch.zeros_like(batch.logprobs), self.grant.memory.loss_chunk
+        """Returns the log-probabilities [B, T] of the action tokens under the active adapter.
+
+        With `entropies` returns the entropies of their distributions instead. Other ranks' rows are 0.
+        """
+        values = torch.zeros_like(batch.logprobs)
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
-                part = batch.rows(rows)
-                of_part = action_logprobs(self.model, part, self.vocabulary, self.temperature, chunk, entropies)
-                result[rows] = part.spread(of_part.cpu())
-        return result
+                micro_batch = batch.rows(rows)
+                action_values = action_logprobs(
+                    self.model,
+                    micro_batch,
+                    vocabulary=self.vocabulary,
+                    temperature=self.temperature,
+                    chunk=self.grant.memory.loss_chunk,
+                    entropies=entropies,
+                )
+                values[rows] = micro_batch.spread(action_values.cpu())
+        return values
 
     def mean_entropies(self, batch: Batch) -> Tensor:
-        """The policy's mean entropy [B] over each row's action tokens, in nats."""
-        return self.sum_over_ranks(self.policy_logprobs, batch, True).sum(-1) / batch.action_mask.sum(-1)
+        """Returns the policy's mean entropy [B] over each row's action tokens, in nats."""
+        entropies = self.sum_over_ranks(self.policy_logprobs, batch, True)  # [B, T]
+        return entropies.sum(-1) / batch.action_mask.sum(-1)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """This rank's rows in groups that go through the model together: rows without a teacher, then those with one,
-        whose loss is another."""
-        rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
-        mine, made = sorted(self.ranks.share([len(row) for row in rows])), []
-        for guided in (False, True):
-            some = [i for i in mine if (batch.teacher[i] is not None) == guided]
-            packs = groups([rows[i] for i in some], self.grant.memory.micro_batch_tokens, most)
-            made += [[some[i] for i in pack] for pack in packs]
-        return made
+        """Returns this rank's rows in groups that go through the model together.
+
+        Rows without a teacher come first, then those with one, whose loss is another.
+        """
+        token_rows = batch.token_rows()
+        row_limit = self.settings.micro_batch_size or len(batch)
+        lengths = [len(tokens) for tokens in token_rows]
+        rank_rows = sorted(self.ranks.share(lengths))
+        without_teacher = [row for row in rank_rows if batch.teacher[row] is None]
+        with_teacher = [row for row in rank_rows if batch.teacher[row] is not None]
+        micro_batches = []
+        for rows in (without_teacher, with_teacher):
+            tokens = [token_rows[row] for row in rows]
+            packs = groups(tokens, self.grant.memory.micro_batch_tokens, row_limit)
+            micro_batches += [[rows[i] for i in pack] for pack in packs]
+        return micro_batches
 
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Accumulates the gradients of a mini-batch's loss over its micro-batches.
@@ -151,15 +198,16 @@ class Learner:
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
-                part = batch.rows(rows)
-                loss, chunk_sums, ratios = self.loss(part) if part.teacher[0] is None else self.guided_loss(part)
+                micro_batch = batch.rows(rows)
+                compute_loss = self.loss if micro_batch.teacher[0] is None else self.guided_loss
+                loss, chunk_sums, chunk_ratios = compute_loss(micro_batch)
                 self.precision.backward(loss)
                 sums += chunk_sums
-                log_ratios.append(ratios)
+                log_ratios.append(chunk_ratios)
         return sum_by_name(sums), torch.cat(log_ratios, dim=1)
 
     def loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
-        """The summed loss of a micro-batch, the metrics' sums chunk by chunk, and the log-ratios [2, N].
+        """Returns the summed loss of a micro-batch, the metrics' sums chunk by chunk, and the log-ratios [2, N].
 
         The log-ratios are those of its N on-policy action tokens: row 0 is the current log-probability minus the one
         that the sampler recorded, row 1 the log of the ratio that the algorithm clips. The sums of the chunks are not
@@ -170,54 +218,89 @@ class Learner:
         log_ratios = actions.old_logprobs.new_empty(2, len(actions.old_logprobs))
 
         def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
-            some, now = actions[rows], logprobs.detach()
-            log_ratios[0, rows], log_ratios[1, rows] = now - some.sampled_logprobs, self.algorithm.log_ratios(some, now)
-            per_token, metrics = self.algorithm.loss(some, logprobs, entropy)
-            return (per_token * some.weights).sum(), token_sums({"entropy": entropy} | metrics, some.off_policy)
+            chunk = actions[rows]
+            detached = logprobs.detach()
+            log_ratios[0, rows] = detached - chunk.sampled_logprobs
+            log_ratios[1, rows] = self.algorithm.log_ratios(chunk, detached)
+            per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)
+            sums = token_sums({"entropy": entropy} | metrics, chunk.off_policy)
+            return (per_token * chunk.weights).sum(), sums
 
         with self.precision.autocast():
             hidden, tokens = action_states(self.model, batch)
             head = self.model.head_weight[: self.vocabulary]
-            chunk = self.grant.memory.loss_chunk
+            chunk_size = self.grant.memory.loss_chunk
             if self.algorithm.has_episode_ratios:
-                logprobs, _ = token_logprobs(hidden.detach(), head, tokens, self.temperature, chunk)
+                logprobs, _ = token_logprobs(
+                    hidden.detach(),
+                    head,
+                    tokens,
+                    temperature=self.temperature,
+                    chunk=chunk_size,
+                )
                 actions = actions.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
-            loss, sums = token_loss(hidden, head, tokens, policy_loss, self.temperature, chunk, with_entropy=True)
-            values = None if self.value_head is None else self.value_head(hidden)
+            loss, sums = token_loss(
+                hidden,
+                head,
+                tokens,
+                loss=policy_loss,
+                temperature=self.temperature,
+                chunk=chunk_size,
+                with_entropy=True,
+            )
+            values = None
+            if self.value_head is not None:
+                values = self.value_head(hidden)
         if values is not None:
             per_token, metrics = self.algorithm.value_loss(actions, values)
             loss = loss + self.settings.value_coefficient * (per_token * actions.weights).sum()
             sums = [*sums, token_sums(metrics)]
-        if (off := batch.off_policy_actions) is not None:  # on the host, so that indexing does not wait for the device
-            log_ratios = log_ratios[:, torch.nonzero(~off)[:, 0].to(log_ratios.device, non_blocking=True)]
-        counts = {TOKENS: log_ratios.shape[1], OFF_POLICY + TOKENS: len(tokens) - log_ratios.shape[1]}
-        return loss, [*sums, {"loss": loss.detach(), **counts}], log_ratios
+        off_policy = batch.off_policy_actions  # on the host, so that indexing does not wait for the device
+        if off_policy is not None:
+            on_policy = torch.nonzero(~off_policy)[:, 0]
+            log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
+        on_policy_tokens = log_ratios.shape[1]
+        totals = {
+            "loss": loss.detach(),
+            TOKENS: on_policy_tokens,
+            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
+        }
+        return loss, [*sums, totals], log_ratios
 
     def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
-        """`loss` of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
+        """Returns `loss` of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
         self._last_micro_batch = batch
-        weights, teacher = batch.weights[batch.action_mask], torch.cat([top.logprobs for top in batch.teacher])
+        weights = batch.weights[batch.action_mask]  # [N]
+        teacher_logprobs = torch.cat([top_tokens.logprobs for top_tokens in batch.teacher])  # [N, k]
+        teacher_ids = torch.cat([top_tokens.ids for top_tokens in batch.teacher])  # [N, k]
 
         def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
-            weight, top = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher))
-            per_token, metrics = self.algorithm.guided_loss(top, logprobs)
-            return (per_token * weight).sum(), token_sums(metrics)
+            chunk_weights = weights[rows].to(logprobs.device, non_blocking=True)
+            chunk_teacher = teacher_logprobs[rows].to(logprobs.device, non_blocking=True)
+            per_token, metrics = self.algorithm.guided_loss(chunk_teacher, logprobs)
+            return (per_token * chunk_weights).sum(), token_sums(metrics)
 
         with self.precision.autocast():
             hidden, _ = action_states(self.model, batch)
-            head, chunk = self.model.head_weight[: self.vocabulary], self.grant.memory.loss_chunk
-            ids = torch.cat([top.ids for top in batch.teacher])
-            loss, sums = chosen_loss(hidden, head, ids, distillation_loss, TEACHER_TEMPERATURE, chunk)
-        return loss, [*sums, {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}], loss.new_empty(2, 0)
+            loss, sums = chosen_loss(
+                hidden,
+                self.model.head_weight[: self.vocabulary],
+                teacher_ids,
+                loss=distillation_loss,
+                temperature=TEACHER_TEMPERATURE,
+                chunk=self.grant.memory.loss_chunk,
+            )
+        totals = {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}
+        return loss, [*sums, totals], loss.new_empty(2, 0)
 
     def explain_overflow(self) -> str:
-        """Which layer overflowed first when the last micro-batch is run again, or that none did."""
+        """Runs the last micro-batch again and says which layer overflowed first, or that none did."""
         with self.precision.autocast():
             return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last_micro_batch))
 
 
 def kl_on_policy(batch: Batch) -> tuple[float, float]:
-    """The k3 estimate of the KL from the reference over the tokens that the policy sampled in this round.
+    """Estimates the KL from the reference (k3) over the tokens that the policy sampled in this round.
 
     Returns the mean over these tokens in nats, and its standard error, infinite for a single group: groups are drawn
     independently, and nearly all of the KL may be that of a few (error of a ratio of sums; Cochran, Sampling
@@ -226,13 +309,15 @@ def kl_on_policy(batch: Batch) -> tuple[float, float]:
     mask = batch.action_mask
     if batch.off_policy is not None:
         mask = mask & ~batch.off_policy[:, None]
-    kl = torch.where(mask, k3_kl(batch.old_logprobs, batch.reference), 0.0).double().sum(-1)  # [B]
-    _, place = batch.groups.unique(return_inverse=True)
-    groups = int(place.max()) + 1
-    of_groups = torch.zeros(groups, dtype=torch.float64).index_add(0, place, kl)
-    tokens = torch.zeros(groups, dtype=torch.float64).index_add(0, place, mask.sum(-1).double())
-    mean = of_groups.sum() / tokens.sum()
-    if groups == 1:
+    token_kl = torch.where(mask, k3_kl(batch.old_logprobs, batch.reference), 0.0)  # [B, T]
+    _, group_index = batch.groups.unique(return_inverse=True)  # [B], 0 to the number of groups - 1
+    group_count = int(group_index.max()) + 1
+    zeros = torch.zeros(group_count, dtype=torch.float64)
+    group_kl = zeros.index_add(0, group_index, token_kl.double().sum(-1))
+    group_tokens = zeros.index_add(0, group_index, mask.sum(-1).double())
+    mean = group_kl.sum() / group_tokens.sum()
+    if group_count == 1:
         return float(mean), math.inf
-    squares = (of_groups - mean * tokens).square().sum()
-    return float(mean), float((squares * groups / (groups - 1)).sqrt() / tokens.sum())
+    squares = (group_kl - mean * group_tokens).square().sum()
+    error = (squares * group_count / (group_count - 1)).sqrt() / group_tokens.sum()
+    return float(mean), float(error)

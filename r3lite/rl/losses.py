@@ -15,24 +15,30 @@ import torch
 from torch import Tensor
 
 Sums = dict[str, Tensor | int]
-OFF_POLICY, GUIDED = "off_policy/", "teacher/"
+OFF_POLICY = "off_policy/"
+GUIDED = "teacher/"
 TOKENS = "tokens"  # after the kind: how many tokens the sums are over
-LEAST = 1e-6  # lower bound of the probability outside of the k tokens: 1 minus a sum in fp32 is not more exact
+MIN_REMAINDER = 1e-6  # of the probability outside of the k tokens: 1 minus a sum in fp32 is not more exact
 
 
 def clipped_surrogate(
-    log_ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratios: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log-ratio).
 
     Returns the loss, and as booleans the tokens whose gradient the clip removes: below (A < 0) and above (A > 0).
     """
     ratio = log_ratios.exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    return loss, {
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    metrics = {
         "clip_ratio/low_mean": (ratio < 1 - clip_low) & (advantages < 0),
         "clip_ratio/high_mean": (ratio > 1 + clip_high) & (advantages > 0),
     }
+    return loss, metrics
 
 
 def shaped_surrogate(log_ratios: Tensor, advantages: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -45,17 +51,23 @@ def shaped_surrogate(log_ratios: Tensor, advantages: Tensor, gamma: float) -> tu
     return -shaped * advantages, shaped
 
 
-def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
-    """0.5 max((V - R)^2, (clip(V, old - c, old + c) - R)^2), or 0.5 (V - R)^2 if `clip` is None."""
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    targets: Tensor,
+    clip: float | None,
+) -> Tensor:
+    """The critic's loss: 0.5 max((V - R)^2, (clip(V, old - c, old + c) - R)^2), or 0.5 (V - R)^2 if `clip` is None."""
     error = (values - targets) ** 2
     if clip is None:
         return 0.5 * error
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return 0.5 * torch.maximum(error, (near - targets) ** 2)
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    clipped_error = (clipped - targets) ** 2
+    return 0.5 * torch.maximum(error, clipped_error)
 
 
 def k1_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy || reference) per sampled token: d = logp - ref.
+    """The k1 estimate of KL(policy || reference) per sampled token, unbiased: d = logp - ref.
 
     Its gradient is 0 in the mean, so it can be part of a reward but not of a loss.
     """
@@ -83,55 +95,77 @@ def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
     p' = 1 - sum_j p_j. It is never above the divergence over the whole vocabulary, and 0 only if both give all k tokens
     the same probabilities. The k probabilities are not renormalized, so that mass on other tokens counts, too.
     """
-    rest, left = (x.exp().sum(-1).neg().add(1).clamp(min=LEAST) for x in (teacher, logprobs))
-    return (teacher.exp() * (teacher - logprobs)).sum(-1) + rest * (rest.log() - left.log())
+    teacher_remainder = _remaining_probability(teacher)
+    policy_remainder = _remaining_probability(logprobs)
+    kl_of_tokens = (teacher.exp() * (teacher - logprobs)).sum(-1)
+    return kl_of_tokens + teacher_remainder * (teacher_remainder.log() - policy_remainder.log())
+
+
+def _remaining_probability(logprobs: Tensor) -> Tensor:
+    """The probability [N] of all tokens but the k whose log-probabilities [N, k] these are."""
+    probability = logprobs.exp().sum(-1)
+    return probability.neg().add(1).clamp(min=MIN_REMAINDER)
 
 
 def token_mean(mask: Tensor) -> Tensor:
-    """The mean over all tokens: a long episode counts more than a short one."""
+    """Weights of the mean over all tokens: a long episode counts more than a short one."""
     return mask / mask.sum().clamp(min=1)
 
 
 def episode_mean(mask: Tensor) -> Tensor:
-    """The mean over each episode's tokens, then over the episodes: a token of a long episode counts less."""
-    return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * len(mask))
+    """Weights of the mean over each episode's tokens, then over the episodes: a token of a long one counts less."""
+    lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+    return mask / (lengths * len(mask))
 
 
 def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
-    """The sum over each episode's tokens, divided by a constant, then the mean over the episodes."""
+    """Weights of the sum over each episode's tokens, divided by a constant, then the mean over the episodes."""
     return mask / (constant * len(mask))
 
 
 def token_sums(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
-    """Sums of metrics [N] over the tokens of each metric's kind; `off_policy` [N] bool, None: no token is."""
+    """Sums metrics [N] over the tokens of each metric's kind. `off_policy` is [N] bool, or None if no token is."""
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}
-    masks = {name: off_policy if name.startswith(OFF_POLICY) else ~off_policy for name in metrics}
-    return {name: (x.detach() * masks[name]).sum() for name, x in metrics.items()}
+    sums: Sums = {}
+    for name, x in metrics.items():
+        mask = off_policy if name.startswith(OFF_POLICY) else ~off_policy
+        sums[name] = (x.detach() * mask).sum()
+    return sums
 
 
 def sum_by_name(parts: list[Sums]) -> Sums:
-    """The sum of each name over the parts, added in their order."""
-    total: Sums = {}
+    """Returns the sum of each name over the parts, added in their order."""
+    totals: Sums = {}
     for part in parts:
         for name, x in part.items():
-            total[name] = total.get(name, 0.0) + x
-    return total
+            totals[name] = totals.get(name, 0.0) + x
+    return totals
 
 
 def means_of(sums: Sums) -> dict[str, float]:
-    """Sums divided by the number of tokens of their kind, which `sums` has as `<kind>tokens`."""
+    """Divides sums by the number of tokens of their kind, which `sums` has as `<kind>tokens`."""
     means = {}
     for name, total in sums.items():
-        kind = next((prefix for prefix in (OFF_POLICY, GUIDED) if name.startswith(prefix)), "")
-        if name != kind + TOKENS:
-            means[name] = float(total) / sums[kind + TOKENS]
+        count_name = _kind(name) + TOKENS
+        if name != count_name:
+            means[name] = float(total) / sums[count_name]
     return means
 
 
+def _kind(name: str) -> str:
+    """The kind of tokens that a metric is over, by its name; empty: the policy's own tokens that learn from rewards."""
+    for kind in (OFF_POLICY, GUIDED):
+        if name.startswith(kind):
+            return kind
+    return ""
+
+
 def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float) -> dict[str, float]:
-    """How far the trainer's probabilities are from the sampler's, from the log-ratios [2, N] of each mini-batch of the
-    first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the log of the ratio that the algorithm clips.
+    """Measures how far the trainer's probabilities are from the sampler's.
+
+    Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the
+    log of the ratio that the algorithm clips.
 
     The differences, under TRL's names, are |row 0| over the first mini-batch alone: only its log-probabilities are
     computed before the round's first optimizer step, with the weights of the sampler, so that they differ by rounding
@@ -139,12 +173,14 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     is over the whole epoch, and includes what the round has learned before each mini-batch. A metric without tokens is
     left out.
     """
-    difference, ratio = log_ratios[0][0].abs(), torch.cat(log_ratios, dim=1)[1].exp()
-    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    found = {}
+    metrics = {}
+    first_mini_batch = log_ratios[0]
+    difference = first_mini_batch[0].abs()
     if len(difference):
-        found["sampling/sampling_logp_difference/mean"] = float(difference.mean())
-        found["sampling/sampling_logp_difference/max"] = float(difference.max())
+        metrics["sampling/sampling_logp_difference/mean"] = float(difference.mean())
+        metrics["sampling/sampling_logp_difference/max"] = float(difference.max())
+    ratio = torch.cat(log_ratios, dim=1)[1].exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     if len(outside):
-        found["sampling/outside_clip_first_epoch"] = float(outside.float().mean())
-    return found
+        metrics["sampling/outside_clip_first_epoch"] = float(outside.float().mean())
+    return metrics

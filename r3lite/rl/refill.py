@@ -13,24 +13,32 @@ Rewards = list[list[float | None]]  # of the episodes of each group; None: the r
 
 
 def has_variance(rewards: Sequence[float | None]) -> bool:
-    """Whether the rewards of a group differ, missing ones left out. Without variance all advantages are 0."""
-    known = torch.tensor([r for r in rewards if r is not None])
-    return len(known) > 1 and not all_equal(known)
+    """Says if the rewards of a group differ, missing ones left out. Without variance all advantages are 0."""
+    present = torch.tensor([reward for reward in rewards if reward is not None])
+    return len(present) > 1 and not all_equal(present)
 
 
-def refill(first: Rewards, more: Callable[[int, int], Rewards], limit: int) -> tuple[set[int], dict[str, float]]:
+def refill(
+    first: Rewards,
+    sample_groups: Callable[[int, int], Rewards],
+    limit: int,
+) -> tuple[set[int], dict[str, float]]:
     """Samples further groups until as many have variance as there are in `first`, in at most `limit` attempts.
 
-    `more(attempt, count)` samples `count` groups of other questions, for attempt 1, 2, ..., and returns their rewards.
-    Each attempt samples as many groups as are still missing, so that never more are kept than `first` has. Returns the
-    indices of the groups with variance among all groups sampled, and metrics.
+    `sample_groups(attempt, count)` samples `count` groups of other questions, for attempt 1, 2, ..., and returns their
+    rewards. Each attempt samples as many groups as are still missing, so that never more are kept than `first` has.
+    Returns the indices of the groups with variance among all groups sampled, and metrics.
     """
-    rewards, attempts = list(first), 0
-
-    def kept() -> set[int]:
-        return {i for i, group in enumerate(rewards) if has_variance(group)}
-
-    while (missing := len(first) - len(learned := kept())) and attempts < limit:
+    rewards = list(first)
+    varied = _with_variance(rewards)
+    attempts = 0
+    while len(varied) < len(first) and attempts < limit:
         attempts += 1
-        rewards += more(attempts, missing)
-    return learned, {"refill/attempts": attempts, "refill/groups": len(rewards), "refill/kept": len(learned)}
+        rewards += sample_groups(attempts, len(first) - len(varied))
+        varied = _with_variance(rewards)
+    metrics = {"refill/attempts": attempts, "refill/groups": len(rewards), "refill/kept": len(varied)}
+    return varied, metrics
+
+
+def _with_variance(rewards: Rewards) -> set[int]:
+    return {group for group, group_rewards in enumerate(rewards) if has_variance(group_rewards)}

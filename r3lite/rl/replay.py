@@ -15,8 +15,10 @@ from torch import Tensor
 from r3lite.core.records import Record, Source
 from r3lite.rl.batch import Batch, Rollout
 
-CENTRE, WIDTH = 0.5, 1.0  # of the Gaussian over success rates
+CENTRE = 0.5  # of the Gaussian over success rates
+WIDTH = 1.0
 ARRAYS = ("tokens", "action_mask", "logprobs")
+Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, and whether each succeeded
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,40 @@ class Success:
 
     @staticmethod
     def of(rollout: Rollout, number: int) -> "Success":
+        """Stores a rollout of round `number`."""
         return Success(
-            np.array(rollout.tokens, np.int32), np.array(rollout.action_mask), np.array(rollout.logprobs, np.float32),
-            rollout.total, number, rollout.signal,
-        )  # fmt: skip
+            tokens=np.array(rollout.tokens, np.int32),
+            action_mask=np.array(rollout.action_mask),
+            logprobs=np.array(rollout.logprobs, np.float32),
+            reward=rollout.total,
+            round=number,
+            signal=rollout.signal,
+        )
 
     def rollout(self, group: int) -> Rollout:
-        """An off-policy rollout of a group, whose whole reward is at its last action token."""
-        tokens, action_mask, logprobs = (getattr(self, name).tolist() for name in ARRAYS)
-        made = Rollout.with_final_reward(tokens, action_mask, logprobs, self.reward, group)
-        return replace(made, off_policy=True, signal=self.signal)
+        """Returns an off-policy rollout of a group, whose whole reward is at its last action token."""
+        rollout = Rollout.with_final_reward(
+            tokens=self.tokens.tolist(),
+            action_mask=self.action_mask.tolist(),
+            logprobs=self.logprobs.tolist(),
+            reward=self.reward,
+            group=group,
+        )
+        return replace(rollout, off_policy=True, signal=self.signal)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What is kept of a question."""
+    """The successes of a question, and how often its newest episodes succeeded."""
 
     rate: float  # share of successes in its newest group
     successes: tuple[Success, ...]  # oldest first
+
+
+def _weight(rate: float) -> float:
+    """The weight of a success rate when a question to replay is drawn."""
+    distance = (rate - CENTRE) / WIDTH
+    return math.exp(-(distance**2) / 2)
 
 
 class ReplayBuffer:
@@ -57,68 +75,98 @@ class ReplayBuffer:
 
     def __init__(self, size: int, generations: int, start: float):
         """Nothing is chosen before a round in which the share `start` of the episodes succeeded."""
-        self.size, self.generations, self.start = size, generations, start
+        self.size = size
+        self.generations = generations
+        self.start = start
         self.questions: dict[str, Experience] = {}
         self.retired: set[str] = set()  # questions all of whose episodes in a round succeeded
         self.started = False
 
     def choose(self, count: int, seed: str) -> list[str]:
-        """At most `count` questions to replay: draws a success rate by the Gaussian, then one of its questions."""
+        """Draws at most `count` questions to replay: first a success rate by a Gaussian, then one of its questions."""
         if not self.started:
             return []
-        stream, left, chosen = random.Random(seed), dict(self.questions), []
-        while left and len(chosen) < count:
-            rates = sorted({kept.rate for kept in left.values()})
-            weights = [math.exp(-(((rate - CENTRE) / WIDTH) ** 2) / 2) for rate in rates]
+        stream = random.Random(seed)
+        candidates = dict(self.questions)
+        questions: list[str] = []
+        while candidates and len(questions) < count:
+            rates = sorted({experience.rate for experience in candidates.values()})
+            weights = [_weight(rate) for rate in rates]
             rate = stream.choices(rates, weights)[0]
-            chosen.append(stream.choice([question for question, kept in left.items() if kept.rate == rate]))
-            del left[chosen[-1]]
-        return chosen
+            with_rate = [question for question, experience in candidates.items() if experience.rate == rate]
+            question = stream.choice(with_rate)
+            questions.append(question)
+            del candidates[question]
+        return questions
 
-    def of_lowest_entropy(self, questions: list[str], mean_entropies: Callable[[Batch], Tensor]) -> dict[str, Success]:
-        """The success of each question on which the current policy's mean entropy is lowest."""
-        pairs = [(question, success) for question in questions for success in self.questions[question].successes]
+    def of_lowest_entropy(
+        self,
+        questions: list[str],
+        mean_entropies: Callable[[Batch], Tensor],
+    ) -> dict[str, Success]:
+        """Returns the success of each question on which the current policy's mean entropy is lowest."""
+        pairs: list[tuple[str, Success]] = []
+        for question in questions:
+            pairs += [(question, success) for success in self.questions[question].successes]
         if not pairs:
             return {}
-        found: dict[str, tuple[float, Success]] = {}
-        entropies = mean_entropies(Batch.of([success.rollout(0) for _, success in pairs])).tolist()
+        batch = Batch.of([success.rollout(group=0) for _, success in pairs])
+        entropies = mean_entropies(batch).tolist()
+        lowest: dict[str, float] = {}
+        successes: dict[str, Success] = {}
         for (question, success), entropy in zip(pairs, entropies, strict=True):
-            if question not in found or entropy < found[question][0]:
-                found[question] = entropy, success
-        return {question: success for question, (_, success) in found.items()}
+            if question not in lowest or entropy < lowest[question]:
+                lowest[question] = entropy
+                successes[question] = success
+        return successes
 
-    def add(self, number: int, groups: dict[str, Sequence[tuple[Rollout, bool]]]) -> None:
+    def add(self, number: int, groups: dict[str, Outcomes]) -> None:
         """Adds round `number`: the episodes of each question that have a reward, and whether each succeeded.
 
         A question has more episodes than a group if it was drawn more than once.
         """
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
-        self.started = self.started or (bool(outcomes) and sum(outcomes) / len(outcomes) >= self.start)
+        if outcomes and sum(outcomes) / len(outcomes) >= self.start:
+            self.started = True
         for question, group in groups.items():
-            new = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
-            if not group:  # all rewards are missing
-                continue
-            if len(new) == len(group) >= self.generations:
-                self.retired.add(question)
-                self.questions.pop(question, None)
-            elif question not in self.retired:
-                kept = self.questions.pop(question, Experience(0.0, ())).successes
-                if kept or new:
-                    self.questions[question] = Experience(len(new) / len(group), (kept + new)[-self.generations :])
-        # The oldest successes are dropped first.
-        ages = [(s.round, name) for name, kept in self.questions.items() for s in kept.successes]
-        for _, question in sorted(ages, key=lambda age: age[0])[: max(0, len(ages) - self.size)]:
-            kept = self.questions[question]
-            if len(kept.successes) == 1:
+            if group:  # else all rewards are missing
+                self._add_group(number, question, group)
+        self._drop_oldest()
+
+    def _add_group(self, number: int, question: str, group: Outcomes) -> None:
+        """Adds the successes of a question's episodes, or retires the question if all of them succeeded."""
+        successes = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
+        if len(successes) == len(group) >= self.generations:
+            self.retired.add(question)
+            self.questions.pop(question, None)
+        elif question not in self.retired:
+            if question in self.questions:
+                successes = self.questions.pop(question).successes + successes
+            if successes:
+                rate = sum(succeeded for _, succeeded in group) / len(group)
+                self.questions[question] = Experience(rate, successes[-self.generations :])
+
+    def _drop_oldest(self) -> None:
+        """Drops as many of the oldest successes as there are more than `size`."""
+        ages = []
+        for question, experience in self.questions.items():
+            ages += [(success.round, question) for success in experience.successes]
+        excess = max(0, len(ages) - self.size)
+        oldest = sorted(ages, key=lambda age: age[0])[:excess]
+        for _, question in oldest:
+            experience = self.questions[question]
+            if len(experience.successes) == 1:
                 del self.questions[question]
             else:
-                self.questions[question] = Experience(kept.rate, kept.successes[1:])
+                self.questions[question] = Experience(experience.rate, experience.successes[1:])
 
     @property
     def count(self) -> int:
-        return sum(len(kept.successes) for kept in self.questions.values())
+        """The number of successes of all questions."""
+        return sum(len(experience.successes) for experience in self.questions.values())
 
     def metrics(self) -> dict[str, float]:
+        """Returns the buffer's sizes, for the log."""
         return {
             "replay/size": self.count,
             "replay/questions": len(self.questions),
@@ -126,30 +174,46 @@ class ReplayBuffer:
         }
 
     def state_dict(self) -> dict:
-        """As JSON but for `tensors`, which share memory with what is kept: this is called before every round."""
-        questions, tensors = [], {}
-        for place, (question, kept) in enumerate(self.questions.items()):
-            parts = [{"reward": s.reward, "round": s.round, "signal": s.signal} for s in kept.successes]
-            questions.append({"id": question, "rate": kept.rate, "successes": parts})
-            for i, success in enumerate(kept.successes):
-                tensors |= {f"{place}.{i}.{name}": torch.from_numpy(getattr(success, name)) for name in ARRAYS}
+        """Returns the state as JSON values, but for `tensors`.
+
+        These share memory with the buffer: this is called before every round.
+        """
+        questions = []
+        tensors = {}
+        for place, (question, experience) in enumerate(self.questions.items()):
+            successes = []
+            for i, success in enumerate(experience.successes):
+                successes.append({"reward": success.reward, "round": success.round, "signal": success.signal})
+                for name in ARRAYS:
+                    tensors[f"{place}.{i}.{name}"] = torch.from_numpy(getattr(success, name))
+            questions.append({"id": question, "rate": experience.rate, "successes": successes})
         return {
-            "started": self.started, "retired": sorted(self.retired), "questions": questions, "tensors": tensors,
-        }  # fmt: skip
+            "started": self.started,
+            "retired": sorted(self.retired),
+            "questions": questions,
+            "tensors": tensors,
+        }
 
     def load_state_dict(self, state: dict) -> None:
+        """Restores `state_dict`; raises R3LiteError if it is none."""
         record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}
-        for place, kept in enumerate(record.records("questions")):
+        for place, question in enumerate(record.records("questions")):
             successes = []
-            for i, fields in enumerate(kept.records("successes")):
-                names = [f"{place}.{i}.{name}" for name in ARRAYS]
-                if missing := [name for name in names if name not in tensors]:
-                    raise record.error(f"{missing[0]} is missing")
-                arrays = [tensors[name].numpy() for name in names]
-                signal = fields.number("signal", None)  # checkpoints of earlier versions have none
-                successes.append(Success(*arrays, fields.number("reward"), fields.whole("round"), signal))
-            questions[kept.text("id")] = Experience(kept.number("rate", low=0, high=1), tuple(successes))
-        self.questions, self.retired = questions, set(record.texts("retired"))
+            for i, success in enumerate(question.records("successes")):
+                arrays = {}
+                for name in ARRAYS:
+                    key = f"{place}.{i}.{name}"
+                    if key not in tensors:
+                        raise record.error(f"{key} is missing")
+                    arrays[name] = tensors[key].numpy()
+                signal = success.number("signal", None)  # checkpoints of earlier versions have none
+                reward = success.number("reward")
+                number = success.whole("round")
+                successes.append(Success(**arrays, reward=reward, round=number, signal=signal))
+            rate = question.number("rate", low=0, high=1)
+            questions[question.text("id")] = Experience(rate, tuple(successes))
+        self.questions = questions
+        self.retired = set(record.texts("retired"))
         self.started = record.flag("started")

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from r3lite.serving.asks import Answer, Refusal
+from r3lite.serving.asks import Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.http import Event, Guard, Text, failure, respond
+from r3lite.serving.http import Event, RequestGuard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
 from r3lite.settings import LimitSettings, ServerSettings
 
@@ -47,13 +47,23 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     # No /docs: its page loads scripts from elsewhere.
     app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
-    size = limits.max_body_kib << 10
-    app.add_middleware(Guard, desk=desk, token=token, max_body=size, on_loopback=server.on_loopback)
+    app.add_middleware(
+        RequestGuard,
+        desk=desk,
+        token=token,
+        max_body=limits.max_body_kib << 10,
+        on_loopback=server.on_loopback,
+    )
     if server.cors_origins:
         # Clients send headers of their own, such as OpenAI's x-stainless-*. The origins are listed one by one, and no
         # cookies are read, so that a header gives a page nothing that it does not have.
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
-        app.add_middleware(CORSMiddleware, allow_origins=server.cors_origins, **allowed)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     add_errors(app)
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     security = page_headers(page)
@@ -64,27 +74,44 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     @app.get("/api/health")
     async def health() -> dict[str, Any]:
-        taken = desk.places.taken.total()
-        free = limits.max_requests - taken
-        modes = {"modes": desk.modes, "notes": desk.worker.answering.notes, "adapters": desk.adapters}
-        return {"status": "ok", **modes, "needs_token": token is not None, "requests": {"active": taken, "free": free}}
+        active = desk.places.taken.total()
+        return {
+            "status": "ok",
+            "modes": desk.modes,
+            "notes": desk.worker.answering.notes,
+            "adapters": desk.adapters,
+            "needs_token": token is not None,
+            "requests": {"active": active, "free": limits.max_requests - active},
+        }
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:
-        ask = desk.settled(body.query, body.mode, body.adapter, body.conversation, body.retry)
+        ask = desk.settled(
+            body.query,
+            mode=body.mode,
+            adapter=body.adapter,
+            conversation=body.conversation,
+            retry=body.retry,
+        )
 
-        def whole(answer: Answer) -> dict[str, Any]:
+        def reply(answer: ServedAnswer) -> dict[str, Any]:
             return {"question": ask.text, **asdict(answer), "conversation": body.conversation}
 
         def texts(event: Event) -> Iterator[str]:
-            """As JSON, the last being `done` or `error`."""
-            if isinstance(event, Answer):
+            """Yields an event as JSON; the last one is `done` or `error`."""
+            if isinstance(event, ServedAnswer):
                 event = {"type": "done", "question": ask.text, **asdict(event)}
             elif isinstance(event, Refusal):
                 event = {"type": "error", "code": event.code, "message": event.message}
             yield json.dumps(event)
 
-        return await respond(request, desk, ask, whole, texts if body.stream else None)
+        return await respond(
+            request,
+            desk=desk,
+            ask=ask,
+            reply=reply,
+            texts=texts if body.stream else None,
+        )
 
     app.include_router(routes_of(desk))
     return app
@@ -107,24 +134,44 @@ def add_errors(app: FastAPI) -> None:
 
 
 def problem_of(request: Request, error: RequestValidationError) -> str:
-    """What is wrong with a body, and where."""
+    """Says what is wrong with a body, and where."""
     if "json" not in request.headers.get("content-type", ""):
         return "The header Content-Type must be application/json."
-    inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
-    # Without the names of a union's types, such as list[Part].
-    places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
-    where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
-    return f"{where}: {inner['msg']}"
+    problem = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
+    keys = map(str, problem["loc"][1:])
+    place = ".".join(key for key in keys if re.fullmatch(r"[\w-]{1,80}", key))  # without types such as list[Part]
+    if not place:
+        place = "the body"
+    if problem["type"] == "json_invalid":
+        place = f"character {place}"
+    return f"{place}: {problem['msg']}"
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """What a browser may do on the page: run the script and use the style that are in it, and ask this server."""
+    """Returns the headers that say what a browser may do on the page: run the script and use the style that are in it,
+    and ask this server."""
+    policy = (
+        "default-src 'none'",
+        f"script-src {hashes_of(page, 'script')}",
+        f"style-src {hashes_of(page, 'style')}",
+        "img-src data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return {
+        "Content-Security-Policy": "; ".join(policy),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
-    def sources(tag: str) -> str:
-        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        return " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
 
-    policy = f"default-src 'none'; script-src {sources('script')}; style-src {sources('style')}; img-src data:"
-    policy += "; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    more = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-    return {"Content-Security-Policy": policy, **more}
+def hashes_of(page: str, tag: str) -> str:
+    """Returns the hashes of the texts in all tags of a name, as a Content-Security-Policy lists them."""
+    hashes = []
+    for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
+        digest = hashlib.sha256(text.encode()).digest()
+        hashes.append(f"'sha256-{b64encode(digest).decode()}'")
+    return " ".join(hashes)

@@ -15,7 +15,10 @@ class Refusal(Exception):
 
     def __init__(self, status: int, code: str, message: str, retry_after: float | None = None):
         super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after  # seconds
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Source:
+class NumberedPassage:
     """A passage that was found, numbered in the order in which it was first found; `cited` if it has the answer."""
 
     number: int
@@ -50,14 +53,14 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How an ask ended. `finish` is answered, cut_off or malformed; `why` says why there is no answer."""
+class ServedAnswer:
+    """The end of an ask. `finish` is answered, cut_off or malformed; `why` says why there is no answer."""
 
     final_answer: str
     reasoning_trace: str
     search_queries: list[str]
     steps: list[dict[str, Any]]
-    sources: list[Source]
+    sources: list[NumberedPassage]
     finish: str
     why: str | None
     failed: bool  # the retriever failed on a query
@@ -68,14 +71,15 @@ class Answer:
 
 
 class Answering(Protocol):
-    """What answers: used by one thread but for `prepare`, which any may call."""
+    """The model behind the server. One thread uses it, but any may call `prepare`."""
 
     modes: dict[str, str]  # of those that can be asked in, the adapter
     adapters: list[str]
     notes: dict[str, str]  # by mode, what a person should know who chooses it
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
-        """The ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is answered."""
+        """Returns the ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is
+        answered."""
 
     def join(self, prepared: Any) -> None:
         """Begins to answer it, or has it wait for its turn."""
@@ -83,7 +87,7 @@ class Answering(Protocol):
     def leave(self, prepared: Any) -> None:
         """Has it end soon, without an answer."""
 
-    def iterate(self) -> list[tuple[Any, Answer | None]]:
+    def iterate(self) -> list[tuple[Any, ServedAnswer | None]]:
         """Goes on with all of them for a moment; returns those that ended, without an answer if one has failed for a
         reason that concerns no other."""
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Answer, Ask, Message, Refusal
+from r3lite.serving.asks import MODES, Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.routing import route
-from r3lite.serving.worker import Job, Worker
+from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
@@ -26,37 +26,50 @@ class Rate:
 
     per_minute: int
     clock: Callable[[], float]
-    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # what is in it, and when
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # requests left, and when
 
     def wait(self, client: str) -> float:
-        """0 if the client may ask now, and counts it; else the seconds until it may."""
-        now = self.clock()
-        left, then = self._buckets.pop(client, (float(self.per_minute), now))
-        left = min(float(self.per_minute), left + (now - then) * self.per_minute / 60)
-        self._buckets[client] = (left - 1 if left >= 1 else left), now
+        """Returns 0 if the client may ask now, and counts it; else the seconds until it may."""
+        time = self.clock()
+        requests, updated = self._buckets.pop(client, (float(self.per_minute), time))
+        requests += (time - updated) * self.per_minute / 60
+        requests = min(float(self.per_minute), requests)
+        allowed = requests >= 1
+        self._buckets[client] = (requests - 1 if allowed else requests, time)
         if len(self._buckets) > CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if left >= 1 else (1 - left) * 60 / self.per_minute
+        return 0.0 if allowed else (1 - requests) * 60 / self.per_minute
 
 
 @dataclass
 class Places:
     """Requests that are answered or wait, in all and of each client."""
 
-    most: int
-    most_of_client: int
+    limit: int
+    limit_of_client: int
     taken: Counter[str] = field(default_factory=Counter)
 
     def take(self, client: str) -> None:
         """Takes a place; raises Refusal if there is none."""
-        if self.taken.total() >= self.most:
-            raise Refusal(503, "overloaded", "The server is busy. Try again soon.", 5)
-        if self.taken[client] >= self.most_of_client:
-            raise Refusal(429, "too_many_at_once", "You have too many questions in progress. Wait for an answer.", 5)
+        if self.taken.total() >= self.limit:
+            raise Refusal(
+                503,
+                code="overloaded",
+                message="The server is busy. Try again soon.",
+                retry_after=5,
+            )
+        if self.taken[client] >= self.limit_of_client:
+            raise Refusal(
+                429,
+                code="too_many_at_once",
+                message="You have too many questions in progress. Wait for an answer.",
+                retry_after=5,
+            )
         self.taken[client] += 1
 
     def free(self, client: str) -> None:
-        self.taken -= Counter((client,))  # which forgets a client that has none left
+        """Frees a place."""
+        self.taken -= Counter((client,))  # which forgets a client without places
 
 
 @dataclass
@@ -66,41 +79,53 @@ class Conversations:
     turns: int  # of a conversation
     conversations: int
     size: int  # bytes of text in all
-    _of: dict[str, deque[tuple[str, str]]] = field(default_factory=dict)  # what was asked and answered
+    _turns_of: dict[str, deque[tuple[str, str]]] = field(default_factory=dict)  # questions and answers
 
     @property
-    def held(self) -> int:
-        """Bytes of text now."""
-        turns = (turn for turns in self._of.values() for turn in turns)
-        return sum(len(text.encode("utf-8", "replace")) for turn in turns for text in turn)
+    def text_bytes(self) -> int:
+        """Bytes of text that are remembered."""
+        total = 0
+        for turns in self._turns_of.values():
+            for question, answer in turns:
+                total += len(question.encode("utf-8", "replace")) + len(answer.encode("utf-8", "replace"))
+        return total
 
     def messages(self, id: str | None, all_but_last: bool = False) -> tuple[Message, ...]:
-        """The messages of a conversation so far; `all_but_last`: without its last turn, which is tried again."""
-        turns = list(self._of.get(id, ()))
-        pairs = turns[:-1] if all_but_last else turns
-        roles = ("user", "assistant")
-        return tuple({"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair))
+        """Returns the messages of a conversation so far; `all_but_last`: without its last turn, which is tried
+        again."""
+        turns = list(self._turns_of.get(id, ()))
+        if all_but_last:
+            turns = turns[:-1]
+        messages = []
+        for question, answer in turns:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        return tuple(messages)
 
-    def add(self, id: str, asked: str, answered: str, in_place_of_last: bool = False) -> None:
-        """Remembers a turn, and forgets what there is no room for."""
-        turns = self._of[id] = self._of.pop(id, deque(maxlen=self.turns))
+    def add(self, id: str, question: str, answer: str, in_place_of_last: bool = False) -> None:
+        """Remembers a turn, and forgets what exceeds the limits."""
+        turns = self._turns_of.pop(id, deque(maxlen=self.turns))
+        self._turns_of[id] = turns
         if in_place_of_last and turns:
             turns.pop()
-        turns.append((asked, answered))
-        while self._of and (len(self._of) > self.conversations or self.held > self.size):
-            oldest = next(iter(self._of))
+        turns.append((question, answer))
+        while self._turns_of and (len(self._turns_of) > self.conversations or self.text_bytes > self.size):
+            oldest = next(iter(self._turns_of))
             if oldest == id and len(turns) > 1:  # alone it takes too much: its first turns go
                 turns.popleft()
             else:
-                del self._of[oldest]
+                del self._turns_of[oldest]
 
 
 class Desk:
     """Takes asks in, as far as the limits allow, and follows their answers."""
 
-    def __init__(self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
-        self.worker, self.limits, self.clock = worker, limits, clock
-        self.modes, self.adapters = worker.answering.modes, worker.answering.adapters
+    def __init__(self, worker: AnsweringThread, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
+        self.worker = worker
+        self.limits = limits
+        self.clock = clock
+        self.modes = worker.answering.modes
+        self.adapters = worker.answering.adapters
         self.rate = Rate(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="prepare")  # a long text takes a moment to tokenize
@@ -109,55 +134,79 @@ class Desk:
     def settled(
         self, text: str, mode: str, adapter: str | None, conversation: str | None = None, retry: bool = False
     ) -> Ask:
-        """The ask with a mode that answers it, the adapter of that mode if none is named, and what was said before it.
+        """Returns the ask with a mode that answers it, the adapter of that mode if none is named, and the messages
+        before it. Raises Refusal.
 
         With `retry` the last turn of the conversation is tried again.
         """
         if not text.strip():
             raise Refusal(400, "empty", "The question is empty.")
-        mode = route(text, self.modes) if mode == AUTO else mode
+        if mode == AUTO:
+            mode = route(text, self.modes)
         if mode not in self.modes:
-            why = "This server cannot search" if mode in MODES else f"Unknown mode {mode[:40]!r}"
-            raise Refusal(400, "unknown_mode", f"{why}; choose from {', '.join((*self.modes, AUTO))}.")
+            problem = "This server cannot search" if mode in MODES else f"Unknown mode {mode[:40]!r}"
+            raise Refusal(400, "unknown_mode", f"{problem}; choose from {', '.join((*self.modes, AUTO))}.")
         if adapter is not None and adapter not in self.adapters:
-            named = ", ".join(self.adapters)
-            raise Refusal(400, "unknown_adapter", f"Unknown adapter {adapter[:40]!r}; choose from {named}.")
-        earlier = self.conversations.messages(conversation, all_but_last=retry)
-        return Ask(text, mode, adapter or self.modes[mode], earlier, conversation, retry)
+            names = ", ".join(self.adapters)
+            raise Refusal(400, "unknown_adapter", f"Unknown adapter {adapter[:40]!r}; choose from {names}.")
+        return Ask(
+            text,
+            mode=mode,
+            adapter=adapter or self.modes[mode],
+            earlier=self.conversations.messages(conversation, all_but_last=retry),
+            conversation=conversation,
+            retry=retry,
+        )
 
-    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | Answer, None]:
-        """`{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
+    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | ServedAnswer, None]:
+        """Yields `{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
         """
         self.places.take(client)
-        job, deadline = Job(ask), self.clock() + self.limits.request_seconds
+        job = Job(ask)
+        deadline = self.clock() + self.limits.request_seconds
         try:
             tell = job.put if follows else None
-            loop, prepare = asyncio.get_running_loop(), self.worker.answering.prepare
-            job.prepared = await loop.run_in_executor(self.reader, prepare, ask, tell)
+            loop = asyncio.get_running_loop()
+            job.prepared = await loop.run_in_executor(self.reader, self.worker.answering.prepare, ask, tell)
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:
                 event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
                 if event is None:
                     raise Refusal(500, "failed", "Internal error. See the server's log.")
-                is_last = isinstance(event, Answer)
-                if is_last and event.final_answer and ask.conversation is not None:
-                    self.conversations.add(ask.conversation, ask.text, event.final_answer, ask.retry)
+                if isinstance(event, ServedAnswer):
+                    self._remember(ask, event)
                 yield event
-                if is_last:
+                if isinstance(event, ServedAnswer):
                     return
         except R3LiteError as error:  # of `prepare`
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
         except TimeoutError as error:
-            late = f"The answer was stopped after {self.limits.request_seconds:g} seconds."
-            raise Refusal(504, "timeout", late) from error
+            message = f"The answer was stopped after {self.limits.request_seconds:g} seconds."
+            raise Refusal(504, "timeout", message) from error
         finally:
             job.stopped = True
             self.places.free(client)
 
+    def _remember(self, ask: Ask, answer: ServedAnswer) -> None:
+        """Adds the turn to its conversation, if it has one and there is an answer."""
+        if answer.final_answer and ask.conversation is not None:
+            self.conversations.add(
+                ask.conversation,
+                question=ask.text,
+                answer=answer.final_answer,
+                in_place_of_last=ask.retry,
+            )
+
     def check_rate(self, client: str) -> None:
         """Counts a request; raises Refusal if there were too many."""
-        if wait := self.rate.wait(client):
-            raise Refusal(429, "too_many_requests", f"Too many requests. Wait {max(1, round(wait))} s.", wait)
+        seconds = self.rate.wait(client)
+        if seconds:
+            raise Refusal(
+                429,
+                code="too_many_requests",
+                message=f"Too many requests. Wait {max(1, round(seconds))} s.",
+                retry_after=seconds,
+            )

@@ -15,15 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from r3lite.core.listening import host_of, is_loopback
-from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.asks import Ask, Refusal, ServedAnswer
 from r3lite.serving.desk import Desk
 
 OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
 HEAD_SECONDS = 30.0  # that a client may take to send the head of a request
 BODY_SECONDS = 30.0  # and its body
 
-Event = dict[str, Any] | Answer | Refusal  # the last of an ask is its answer or why there is none
-Events = AsyncGenerator[dict[str, Any] | Answer, None]
+Event = dict[str, Any] | ServedAnswer | Refusal  # the last of an ask is its answer or why there is none
+Events = AsyncGenerator[dict[str, Any] | ServedAnswer, None]
 Texts = Callable[[Event], Iterable[str]]
 
 
@@ -51,8 +51,8 @@ class Connection(H11Protocol):
             self._late = None
 
 
-def whole(text: str) -> str:
-    """The text, if it is one: JSON can escape half of a character, which no tokenizer takes."""
+def encodable(text: str) -> str:
+    """Returns the text if it can be encoded: JSON can escape half of a character, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -60,22 +60,31 @@ def whole(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(whole)]
+Text = Annotated[str, AfterValidator(encodable)]
 
 
 def failure(refusal: Refusal) -> JSONResponse:
-    """A refusal as OpenAI's API words it."""
-    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    error = {"message": refusal.message, "type": kind, "param": None, "code": refusal.code}
-    wait = {"Retry-After": str(math.ceil(refusal.retry_after))} if refusal.retry_after else {}
-    return JSONResponse({"error": error}, refusal.status, headers=wait)
+    """Returns a refusal as OpenAI's API words it."""
+    error = {
+        "message": refusal.message,
+        "type": "server_error" if refusal.status >= 500 else "invalid_request_error",
+        "param": None,
+        "code": refusal.code,
+    }
+    headers = {}
+    if refusal.retry_after:
+        headers["Retry-After"] = str(math.ceil(refusal.retry_after))
+    return JSONResponse({"error": error}, refusal.status, headers)
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that refuses, or hands the whole body on."""
 
     def __init__(self, app: ASGIApp, desk: Desk, token: str | None, max_body: int, on_loopback: bool):
-        self.app, self.desk, self.token, self.max_body = app, desk, token, max_body
+        self.app = app
+        self.desk = desk
+        self.token = token
+        self.max_body = max_body  # bytes
         self.on_loopback = on_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,14 +94,17 @@ class Guard:
         try:
             self._check(scope, Headers(scope=scope))
             body = await asyncio.wait_for(self._body(scope, receive), BODY_SECONDS)
-        except (Refusal, TimeoutError) as error:
-            late = Refusal(408, "timeout", "The request took too long to arrive.")
-            await failure(error if isinstance(error, Refusal) else late)(scope, receive, send)
+        except Refusal as refusal:
+            await failure(refusal)(scope, receive, send)
             return
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        except TimeoutError:
+            late = Refusal(408, "timeout", "The request took too long to arrive.")
+            await failure(late)(scope, receive, send)
+            return
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            return first.pop() if first else await receive()
+            return unread.pop() if unread else await receive()
 
         await self.app(scope, replay, send)
 
@@ -104,46 +116,47 @@ class Guard:
             self.desk.check_rate(client_of(scope))
         if self.token is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.token.encode())
-        if scheme.lower() != "bearer" or not right:
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        matches = hmac.compare_digest(credentials.strip().encode("utf-8", "replace"), self.token.encode())
+        if scheme.lower() != "bearer" or not matches:
             raise Refusal(401, "invalid_api_key", "The token is missing or wrong: send Authorization: Bearer TOKEN.")
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The body; Refusal if it is too large, before more of it is read."""
-        large = Refusal(413, "too_large", f"The request is larger than {self.max_body >> 10} KiB.")
+        """Returns the body; Refusal if it is too large, before more of it is read."""
+        too_large = Refusal(413, "too_large", f"The request is larger than {self.max_body >> 10} KiB.")
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > self.max_body:
-            raise large
+            raise too_large
         body = bytearray()
         while True:
             message: Any = await receive()
             body += message.get("body", b"")
             if len(body) > self.max_body:
-                raise large
+                raise too_large
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 return bytes(body)
 
 
 def client_of(scope: Scope) -> str:
-    """The address that a request comes from."""
+    """Returns the address that a request comes from."""
     return scope["client"][0] if scope.get("client") else ""
 
 
 async def respond(
-    request: Request, desk: Desk, ask: Ask, whole: Callable[[Answer], dict], texts: Texts | None
+    request: Request, desk: Desk, ask: Ask, reply: Callable[[ServedAnswer], dict], texts: Texts | None
 ) -> Response:
-    """The answer to an ask: with `texts` as a stream of these texts of each event, one line each, else `whole`."""
-    events = desk.answer(client_of(request.scope), ask, texts is not None)
+    """Returns the response to an ask: with `texts` a stream of these texts of each event, one line each, else the
+    `reply`."""
+    events = desk.answer(client_of(request.scope), ask, follows=texts is not None)
     start = await anext(events)  # what refuses the ask does so while there is a status to say it with
     if texts is None:
-        return JSONResponse(whole(await answer_of(request, events)))
-    sent = (f"data: {text}\n\n" async for event in _with_refusal(start, events) for text in texts(event))
-    return StreamingResponse(sent, media_type="text/event-stream")
+        return JSONResponse(reply(await answer_of(request, events)))
+    lines = (f"data: {text}\n\n" async for event in _with_refusal(start, events) for text in texts(event))
+    return StreamingResponse(lines, media_type="text/event-stream")
 
 
 async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[Event]:
-    """All events; a refusal is the last one."""
+    """Yields all events; a refusal is the last one."""
     async with aclosing(events):
         yield start
         try:
@@ -153,14 +166,17 @@ async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[
             yield refusal
 
 
-async def answer_of(request: Request, events: Events) -> Answer:
-    """The next event, which is the answer. If the client goes away before, all ends: nobody reads the Refusal."""
+async def answer_of(request: Request, events: Events) -> ServedAnswer:
+    """Returns the next event, which is the answer. If the client goes away before, all ends: nobody reads the
+    Refusal."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = answering, _ = asyncio.ensure_future(anext(events)), asyncio.ensure_future(gone())
+    answering = asyncio.ensure_future(anext(events))
+    leaving = asyncio.ensure_future(disconnected())
+    tasks = (answering, leaving)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():

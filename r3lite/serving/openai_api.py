@@ -17,37 +17,61 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from r3lite.core.episode import CUT_OFF
-from r3lite.serving.asks import Answer, Ask, Refusal
-from r3lite.serving.asks import Message as Said
+from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Text, respond
 
 # What changes no answer, and values of other fields that ask for what is done anyway. All else is refused by its name.
 HARMLESS = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "reasoning_content", "refusal", "annotations",
-}  # fmt: skip
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "reasoning_content",
+    "refusal",
+    "annotations",
+}
 NEUTRAL: dict[str, list[Any]] = {
-    "n": [1], "stop": [[], ""], "stop_token_ids": [[]], "tools": [[]], "functions": [[]], "tool_calls": [[]],
-    "tool_choice": ["none", "auto"], "function_call": ["none", "auto"], "logprobs": [False], "top_logprobs": [0],
-    "logit_bias": [{}], "response_format": [{"type": "text"}], "modalities": [["text"]], "min_p": [0],
-    "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
-}  # fmt: skip
+    "n": [1],
+    "stop": [[], ""],
+    "stop_token_ids": [[]],
+    "tools": [[]],
+    "functions": [[]],
+    "tool_calls": [[]],
+    "tool_choice": ["none", "auto"],
+    "function_call": ["none", "auto"],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "min_p": [0],
+    "presence_penalty": [0],
+    "frequency_penalty": [0],
+    "repetition_penalty": [1],
+}
 
 
-class Part(BaseModel, extra="forbid"):
+class TextPart(BaseModel, extra="forbid"):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel, extra="allow"):
+class ChatMessage(BaseModel, extra="allow"):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part] | None = None
+    content: Text | list[TextPart] | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
+        """The text of all parts."""
+        if self.content is None:
+            return ""
+        if isinstance(self.content, str):
+            return self.content
         return "\n".join(part.text for part in self.content)
 
 
@@ -59,7 +83,7 @@ class Completion(BaseModel, extra="allow"):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
@@ -71,7 +95,7 @@ class Completion(BaseModel, extra="allow"):
 
 
 def routes_of(desk: Desk) -> APIRouter:
-    """The routes in front of a desk."""
+    """Returns the routes in front of a desk."""
     router = APIRouter(prefix="/v1")
     names = names_of(desk)
     models = {name: {"id": name, "object": "model", "created": 0, "owned_by": "r3lite"} for name in names}
@@ -88,18 +112,28 @@ def routes_of(desk: Desk) -> APIRouter:
     @router.post("/chat/completions")
     async def complete(body: Completion, request: Request) -> Response:
         ask = ask_of(body, desk, names)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        reply = Reply(head, ask.mode, usage)
-        return await respond(request, desk, ask, reply.whole, reply.chunks if body.stream else None)
+        chat_reply = ChatReply(
+            head={"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model},
+            mode=ask.mode,
+            with_usage=body.stream_options is not None and body.stream_options.include_usage,
+        )
+        return await respond(
+            request,
+            desk=desk,
+            ask=ask,
+            reply=chat_reply.completion,
+            texts=chat_reply.chunks if body.stream else None,
+        )
 
     return router
 
 
 def names_of(desk: Desk) -> list[str]:
-    """The models that can be asked: modes, and if there are several adapters each mode with each of them."""
-    pairs = [f"{mode}/{adapter}" for mode, adapter in itertools.product(desk.modes, desk.adapters)]
-    return [AUTO, *desk.modes, *(pairs if len(desk.adapters) > 1 else [])]
+    """Returns the models that can be asked: modes, and if there are several adapters each mode with each of them."""
+    names = [AUTO, *desk.modes]
+    if len(desk.adapters) > 1:
+        names += [f"{mode}/{adapter}" for mode, adapter in itertools.product(desk.modes, desk.adapters)]
+    return names
 
 
 def check_model(name: str, names: list[str]) -> None:
@@ -110,7 +144,7 @@ def check_model(name: str, names: list[str]) -> None:
 
 
 def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
-    """What a body asks; Refusal for what nothing here does."""
+    """Returns the ask of a body; raises Refusal for what nothing here does."""
     check_model(body.model, names)
     refuse_extras(body, "")
     for number, message in enumerate(body.messages):
@@ -119,25 +153,44 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
         raise Refusal(400, "invalid_request", "The last message must have the role user.")
     mode, _, adapter = body.model.partition("/")
     ask = desk.settled(body.messages[-1].text, mode, adapter or None)
-    instructions = "\n\n".join(m.text for m in body.messages if m.role in ("system", "developer") and m.text)
-    system: tuple[Said, ...] = ({"role": "system", "content": instructions},) if instructions else ()
-    said = tuple({"role": m.role, "content": m.text} for m in body.messages[:-1] if m.role in ("user", "assistant"))
-    most = body.max_completion_tokens or body.max_tokens
-    if body.max_tokens not in (None, most):
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, max_tokens):
         raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens differ: pass one of them.")
-    drawn = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
-    return replace(ask, earlier=system + said, max_tokens=most, **drawn)
+    return replace(
+        ask,
+        earlier=earlier_messages(body.messages),
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+    )
 
 
-def refuse_extras(given: Completion | Message, place: str) -> None:
+def earlier_messages(messages: list[ChatMessage]) -> tuple[Message, ...]:
+    """Returns the messages before the last one: all instructions as one system message, then the turns."""
+    instructions = []
+    turns: list[Message] = []
+    for message in messages:
+        if message.role in ("system", "developer") and message.text:
+            instructions.append(message.text)
+    for message in messages[:-1]:
+        if message.role in ("user", "assistant"):
+            turns.append({"role": message.role, "content": message.text})
+    if instructions:
+        turns.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
+    return tuple(turns)
+
+
+def refuse_extras(part: Completion | ChatMessage, place: str) -> None:
     """Raises Refusal for a field that nothing here does."""
-    for name, value in (given.model_extra or {}).items():
+    for name, value in (part.model_extra or {}).items():
         if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, []):
             raise Refusal(400, "unsupported_parameter", f"This server does not support {place}{name[:80]}.")
 
 
 @dataclass
-class Reply:
+class ChatReply:
     """A reply in a mode; `head` is what its chunks have in common. The usage of a streamed one comes in a chunk of its
     own if it is asked for, and else in the last one."""
 
@@ -146,7 +199,8 @@ class Reply:
     with_usage: bool
     sent: str = ""  # of the answer, in chunks
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def completion(self, answer: ServedAnswer) -> dict[str, Any]:
+        """Returns the reply that is not streamed."""
         message = {"role": "assistant", "content": answer.final_answer}
         if self.mode != "chat":
             message["reasoning_content"] = answer.reasoning_trace
@@ -154,15 +208,10 @@ class Reply:
         return self.head | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer)}
 
     def chunks(self, event: Event) -> Iterator[str]:
-        """Of the start the role, then what is written piece by piece, at last the reason of the end and `[DONE]`."""
-        if isinstance(event, Answer):
-            if rest := event.final_answer.removeprefix(self.sent):
-                yield self._chunk({"content": rest})
-            usage = {"usage": usage_of(event)}
-            yield self._chunk({}, finish_of(event), **({} if self.with_usage else usage))
-            if self.with_usage:
-                yield json.dumps(self.head | {"object": "chat.completion.chunk", "choices": [], **usage})
-            yield "[DONE]"
+        """Yields the chunks of an event: of the start the role, then the text piece by piece, at last the reason of the
+        end and `[DONE]`."""
+        if isinstance(event, ServedAnswer):
+            yield from self._last_chunks(event)
         elif isinstance(event, Refusal):
             yield json.dumps({"error": {"message": event.message, "type": "server_error", "code": event.code}})
             yield "[DONE]"
@@ -170,19 +219,39 @@ class Reply:
             yield self._chunk({"role": "assistant", "content": ""})
         elif self.mode != "chat":
             yield self._chunk({"reasoning_content": event["text"] if event["type"] == "text" else "\n"})
-        elif event["type"] == "text" and (more := (event["answer"] or "").removeprefix(self.sent)):
-            self.sent += more
-            yield self._chunk({"content": more})
+        elif event["type"] == "text":
+            piece = (event["answer"] or "").removeprefix(self.sent)
+            if piece:
+                self.sent += piece
+                yield self._chunk({"content": piece})
 
-    def _chunk(self, delta: dict[str, str], finish: str | None = None, **more: Any) -> str:
+    def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
+        unsent = answer.final_answer.removeprefix(self.sent)
+        if unsent:
+            yield self._chunk({"content": unsent})
+        usage = {"usage": usage_of(answer)}
+        if self.with_usage:
+            yield self._chunk({}, finish_of(answer))
+            yield json.dumps(self.head | {"object": "chat.completion.chunk", "choices": []} | usage)
+        else:
+            yield self._chunk({}, finish_of(answer), usage)
+        yield "[DONE]"
+
+    def _chunk(self, delta: dict[str, str], finish: str | None = None, usage: dict[str, Any] | None = None) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return json.dumps(self.head | {"object": "chat.completion.chunk", "choices": [choice], **more})
+        chunk = self.head | {"object": "chat.completion.chunk", "choices": [choice]}
+        return json.dumps(chunk | (usage or {}))
 
 
-def finish_of(answer: Answer) -> str:
+def finish_of(answer: ServedAnswer) -> str:
+    """Returns the reason of the end in the words of OpenAI's API."""
     return "length" if answer.finish == CUT_OFF else "stop"
 
 
-def usage_of(answer: Answer) -> dict[str, int]:
-    given, written = answer.prompt_tokens, answer.completion_tokens
-    return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+def usage_of(answer: ServedAnswer) -> dict[str, int]:
+    """Returns the numbers of tokens in the words of OpenAI's API."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }

@@ -28,7 +28,7 @@ QUESTION = re.compile(
 
 
 def route(text: str, modes: Collection[str]) -> str:
-    """The mode of `modes` that fits what is asked.
+    """Returns the mode of `modes` that fits a question.
 
     Small talk and what is to be written go to chat, sums and suppositions to reasoning, other questions to search (to
     reasoning if there is no search), all else to chat.

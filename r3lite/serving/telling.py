@@ -8,7 +8,7 @@ from r3lite.core.answer_match import in_a_row, normalize, split_words
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.transcript import Transcript
-from r3lite.serving.asks import Answer, Ask, Source, Tell
+from r3lite.serving.asks import Ask, NumberedPassage, ServedAnswer, Tell
 
 
 @dataclass
@@ -27,73 +27,105 @@ class Growing:
         if self.tell is None:
             return
         step = self.protocol.parse(self.turns[-1], self.transcript.steps)
-        analysis = step.analysis[: len(step.analysis) - self._beginning(step.analysis)]
-        so_far = {"step": len(self.transcript.steps) + 1, "analysis": analysis, "query": asked(step)}
-        self.tell({"type": "text", "text": piece, **so_far, "answer": step.answer})
+        analysis_length = len(step.analysis) - self._heading_characters(step.analysis)
+        self.tell(
+            {
+                "type": "text",
+                "text": piece,
+                "step": len(self.transcript.steps) + 1,
+                "analysis": step.analysis[:analysis_length],
+                "query": query_text(step),
+                "answer": step.answer,
+            }
+        )
 
     def look(self, transcript: Transcript) -> None:
         """Takes the end of a step and sends it, with the passages of its query."""
         self.turns.append("")
         if self.tell is None:
             return
-        step, episode = transcript.steps[-1], transcript.episode()
+        step = transcript.steps[-1]
+        episode = transcript.episode()
         record = step_record(step, len(transcript.steps), numbered(episode.documents))
-        found = [asdict(source) for source in sources_of(episode) if source.number in record["sources"]]
+        passages = [asdict(passage) for passage in sources_of(episode) if passage.number in record["sources"]]
         failed = bool(transcript.failure and step.searches and not step.documents)
-        self.tell({"type": "step", **record, "documents": found, "failed": failed})
+        self.tell({"type": "step", **record, "documents": passages, "failed": failed})
 
-    def answer(self, why: str) -> Answer:
-        """How it ended; `why` says why there is no answer. What a chat has said until it was cut off is its answer."""
+    def answer(self, why: str) -> ServedAnswer:
+        """Returns the answer; `why` says why there is none. The text of a chat up to where it was cut off is its
+        answer."""
         episode = self.transcript.episode()
         trace = "\n".join(turn for turn in self.turns if turn)
-        found = episode.prediction
-        if self.ask.mode == "chat" and not found:  # cut off
-            found = self.protocol.parse(trace, ()).answer or ""
+        final_answer = episode.prediction
+        if self.ask.mode == "chat" and not final_answer:  # cut off
+            final_answer = self.protocol.parse(trace, ()).answer or ""
         numbers = numbered(episode.documents)
-        written = sum(self.transcript.action_mask)
-        return Answer(
-            final_answer=found,
+        sampled_tokens = sum(self.transcript.action_mask)
+        return ServedAnswer(
+            final_answer=final_answer,
             reasoning_trace=trace,
             search_queries=episode.queries,
             steps=[step_record(step, i, numbers) for i, step in enumerate(episode.steps, 1)],
-            sources=sources_of(episode, found),
-            finish=ANSWERED if found and episode.finish != CUT_OFF else episode.finish,
-            why=None if found else why,
+            sources=sources_of(episode, final_answer),
+            finish=ANSWERED if final_answer and episode.finish != CUT_OFF else episode.finish,
+            why=None if final_answer else why,
             failed=bool(episode.failure),
-            prompt_tokens=len(self.transcript.tokens) - written,
-            completion_tokens=written,
+            prompt_tokens=len(self.transcript.tokens) - sampled_tokens,
+            completion_tokens=sampled_tokens,
             mode=self.ask.mode,
             adapter=self.ask.adapter,
         )
 
-    def _beginning(self, analysis: str) -> int:
-        """Characters at the end of an analysis that may be the beginning of what follows it, such as a heading."""
-        query = self.protocol.render(Step.asking("\0", "\0"), 1).split("\0")
-        answer = self.protocol.render(Step("\0", answer="\0"), 1).split("\0")
-        between = [parts[1].rstrip() for parts in (query, answer) if len(parts) == 3]
-        return max((n for text in between for n in range(1, len(text)) if analysis.endswith(text[:n])), default=0)
+    def _heading_characters(self, analysis: str) -> int:
+        """Returns the number of characters at the end of an analysis that may begin what follows it, such as a
+        heading."""
+        longest = 0
+        for step in (Step.asking("\0", "\0"), Step("\0", answer="\0")):
+            parts = self.protocol.render(step, 1).split("\0")
+            if len(parts) != 3:
+                continue
+            heading = parts[1].rstrip()
+            for length in range(1, len(heading)):
+                if analysis.endswith(heading[:length]):
+                    longest = max(longest, length)
+        return longest
 
 
 def numbered(documents: Iterable[Document]) -> dict[Document, int]:
-    """The number of each passage, in the order in which it was first found."""
+    """Returns the number of each passage, in the order in which it was first found."""
     return {document: number for number, document in enumerate(dict.fromkeys(documents), 1)}
 
 
-def asked(step: Step) -> str | None:
-    """The queries of a step as one text."""
+def query_text(step: Step) -> str | None:
+    """Returns the queries of a step as one text; None without any."""
     return "; ".join(step.queries) or None
 
 
 def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[str, Any]:
-    """A step as JSON, its passages by their numbers."""
-    record = {"number": number, "analysis": step.analysis, "query": asked(step), "answer": step.answer}
-    return record | {"sources": [numbers[document] for document in step.documents], "faults": list(step.faults)}
+    """Returns a step as JSON, its passages by their numbers."""
+    return {
+        "number": number,
+        "analysis": step.analysis,
+        "query": query_text(step),
+        "answer": step.answer,
+        "sources": [numbers[document] for document in step.documents],
+        "faults": list(step.faults),
+    }
 
 
-def sources_of(episode: Episode, answer: str = "") -> list[Source]:
-    """The passages of an episode, each once. Cited are those that hold the answer word for word."""
-    sought, sources = split_words(normalize(answer)), []
-    for d, number in numbered(episode.documents).items():
-        cited = in_a_row(sought, split_words(normalize(f"{d.title} {d.text}")))
-        sources.append(Source(number, d.id, d.title, d.text, cited))
-    return sources
+def sources_of(episode: Episode, answer: str = "") -> list[NumberedPassage]:
+    """Returns the passages of an episode, each once. Cited are those that hold the answer word for word."""
+    answer_words = split_words(normalize(answer))
+    passages = []
+    for document, number in numbered(episode.documents).items():
+        words = split_words(normalize(f"{document.title} {document.text}"))
+        passages.append(
+            NumberedPassage(
+                number,
+                id=document.id,
+                title=document.title,
+                text=document.text,
+                cited=in_a_row(answer_words, words),
+            )
+        )
+    return passages

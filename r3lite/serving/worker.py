@@ -11,7 +11,7 @@ import threading
 import traceback
 from typing import Any
 
-from r3lite.serving.asks import Answer, Answering, Ask
+from r3lite.serving.asks import Answering, Ask, ServedAnswer
 
 
 class Job:
@@ -23,15 +23,15 @@ class Job:
         self.stopped = False  # set on the event loop, read on the thread
         self._loop = asyncio.get_running_loop()
         # What happens, then the answer; or None if it ended in an error of ours, which the server's log has.
-        self.events: asyncio.Queue[dict[str, Any] | Answer | None] = asyncio.Queue()
+        self.events: asyncio.Queue[dict[str, Any] | ServedAnswer | None] = asyncio.Queue()
 
-    def put(self, event: dict[str, Any] | Answer | None) -> None:
+    def put(self, event: dict[str, Any] | ServedAnswer | None) -> None:
         """Adds to the events; from the thread."""
         if not self.stopped:
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
-class Worker:
+class AnsweringThread:
     """Answers jobs on a thread of its own, in the order in which they are submitted."""
 
     def __init__(self, answering: Answering):
@@ -57,7 +57,7 @@ class Worker:
                 if job.stopped:
                     self.answering.leave(job.prepared)
             try:
-                ended = self.answering.iterate()
+                finished = self.answering.iterate()
             except Exception:  # whatever it is, the next ones shall be answered
                 traceback.print_exc(file=sys.stderr)
                 for job in self._jobs.values():
@@ -65,12 +65,12 @@ class Worker:
                 self._jobs.clear()
                 self.answering.restart()
                 continue
-            for prepared, answer in ended:
+            for prepared, answer in finished:
                 self._jobs.pop(id(prepared)).put(answer)
         self.answering.close()
 
     def _take(self) -> bool:
-        """Joins the jobs that have come, waiting for one if there is nothing to do; False at the end."""
+        """Joins the jobs that have come, waiting for one if there is nothing to do; returns False at the end."""
         while not self._jobs or not self._incoming.empty():
             job = self._incoming.get()
             if job is None:

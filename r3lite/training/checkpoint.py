@@ -32,7 +32,10 @@ from r3lite.core.files import PART, move, open_regular, read_record, write_json
 from r3lite.models.tensor_files import write_tensors
 
 NAME = re.compile(r"checkpoint-(\d+)")
-MANIFEST, STATE, ADAPTER, MODEL = "manifest.json", "state.json", "adapter", "model"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+ADAPTER = "adapter"
+MODEL = "model"
 GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
 FORMAT = 1
 REMEDY = "Pass another checkpoint, or --resume auto for the latest valid one."
@@ -40,10 +43,10 @@ REMEDY = "Pass another checkpoint, or --resume auto for the latest valid one."
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint holds; `tensors` has an entry for each of GROUPS, and for parts with tensors of their own."""
+    """The content of one checkpoint."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, Tensor]]  # of each of GROUPS, and of parts that have tensors
     state: dict
 
 
@@ -67,7 +70,9 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     for path in sorted(new.rglob("*")):
         sync(path)
     sync(new)
-    old = _set_aside(folder) if folder.exists() else None  # a folder that is not empty cannot be replaced in one go
+    old = None
+    if folder.exists():  # a folder that is not empty cannot be replaced in one go
+        old = _set_aside(folder)
     move(new, folder)
     sync(folder.parent)
     if old:
@@ -87,7 +92,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def crc(path: Path) -> int:
-    """CRC-32 of a file, read in pieces."""
+    """Returns the CRC-32 of a file, which is read in pieces."""
     value = 0
     with open_regular(path, REMEDY) as file:
         while piece := file.read(1 << 20):
@@ -95,8 +100,12 @@ def crc(path: Path) -> int:
     return value
 
 
-def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], None] | None) -> Path:
-    """Writes `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder, if there is one."""
+def write(
+    output: Path,
+    checkpoint: Checkpoint,
+    save_adapter: Callable[[Path], None] | None,
+) -> Path:
+    """Writes and returns `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder, if there is one."""
 
     def fill(folder: Path) -> None:
         for name, group in checkpoint.tensors.items():
@@ -105,9 +114,12 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
         if save_adapter:
             (folder / ADAPTER).mkdir()
             save_adapter(folder / ADAPTER)
-        files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-        described = {name: {"bytes": p.stat().st_size, "crc32": crc(p)} for name, p in files.items()}
-        write_json(folder / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": described})
+        files = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(folder).as_posix()
+                files[name] = {"bytes": path.stat().st_size, "crc32": crc(path)}
+        write_json(folder / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": files})
 
     folder = output / f"checkpoint-{checkpoint.step}"
     replace_folder(folder, fill)
@@ -115,40 +127,45 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
 
 
 def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint on disk, or None if every file is as the manifest says and the state is whole."""
+    """Returns a checkpoint's fault, or None if every file is as the manifest says and the state is complete."""
     try:
         _check_files(folder)
         _read_state(folder)
-        return None
     except R3LiteError as error:
         return error.cause
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read ({error})"
+    return None
 
 
 def _check_files(folder: Path) -> None:
     """Raises R3LiteError or OSError unless the folder holds what its manifest says."""
     (folder / MANIFEST).stat()  # one that is missing is reported as any missing file
     manifest = read_record(folder / MANIFEST, REMEDY)
-    if (found := manifest.whole("format")) != FORMAT:
-        raise R3LiteError(f"format {found} instead of {FORMAT}")
+    format_number = manifest.whole("format")
+    if format_number != FORMAT:
+        raise R3LiteError(f"format {format_number} instead of {FORMAT}")
     files = manifest.record("files")
-    for name in [f"{group}.safetensors" for group in GROUPS] + [STATE]:
+    required = [f"{group}.safetensors" for group in GROUPS]
+    for name in [*required, STATE]:
         if name not in files:
             raise files.wrong(name, "described")
     for name in files.values:
-        entry, path = files.record(name), folder / name
-        if path.stat().st_size != entry.whole("bytes") or crc(path) != entry.whole("crc32"):
+        entry = files.record(name)
+        path = folder / name
+        is_same_size = path.stat().st_size == entry.whole("bytes")
+        if not is_same_size or crc(path) != entry.whole("crc32"):
             raise R3LiteError(f"{name} has changed since it was written")
 
 
 def _read_state(folder: Path) -> dict:
-    """What state.json holds; raises R3LiteError unless all that every run needs is there and of its type."""
+    """Returns the content of state.json; raises R3LiteError unless it has all that every run needs, of its type."""
     state = read_record(folder / STATE, REMEDY)
     step = state.whole("step")
-    if (name := NAME.fullmatch(folder.resolve().name)) and int(name[1]) != step:
+    name = NAME.fullmatch(folder.resolve().name)
+    if name and int(name[1]) != step:
         raise state.error(f"step is {step}")
     state.text("command")
     state.text("data", blank=True)
@@ -170,8 +187,9 @@ def _read_state(folder: Path) -> dict:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Reads a checkpoint, all of it or an R3LiteError."""
-    if problem := fault(folder):
+    """Reads a checkpoint; raises R3LiteError unless it is valid."""
+    problem = fault(folder)
+    if problem is not None:
         raise R3LiteError(f"{folder} is not a valid checkpoint: {problem}", REMEDY)
     files = read_record(folder / MANIFEST, REMEDY).record("files").values
     paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
@@ -181,15 +199,19 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(state["step"], tensors, state)
 
 
-def all_of(output: Path) -> dict[int, Path]:
-    """Checkpoints in a run folder by step, oldest first, valid or not."""
-    found = {int(m[1]): p for p in output.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()}
-    return dict(sorted(found.items()))
+def folders_by_step(output: Path) -> dict[int, Path]:
+    """Returns the checkpoints in a run folder by step, oldest first, valid or not."""
+    by_step = {}
+    for path in output.glob("checkpoint-*"):
+        name = NAME.fullmatch(path.name)
+        if name and path.is_dir():
+            by_step[int(name[1])] = path
+    return dict(sorted(by_step.items()))
 
 
 def newest_valid(output: Path) -> Path | None:
-    """The latest checkpoint that is complete. Warns of those that are not, with the reason."""
-    for folder in reversed(all_of(output).values()):
+    """Returns the latest checkpoint that is complete, or None. Warns of those that are not, with the reason."""
+    for folder in reversed(folders_by_step(output).values()):
         problem = fault(folder)
         if problem is None:
             return folder
@@ -198,9 +220,11 @@ def newest_valid(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int, spare: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is reported,
-    and the run goes on."""
-    for step, folder in list(all_of(output).items())[:-keep]:
+    """Removes all but the newest `keep` checkpoints, and that of step `spare`.
+
+    One that cannot be removed is reported, and the run goes on.
+    """
+    for step, folder in list(folders_by_step(output).items())[:-keep]:
         if step == spare:
             continue
         try:

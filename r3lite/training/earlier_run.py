@@ -1,4 +1,4 @@
-"""What is known of the run that made an adapter, or a model of full fine-tuning, from its run folder."""
+"""Facts about the run that wrote an adapter, or a model of full fine-tuning, from its run folder."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ DIGITS = 16  # of a hash, hexadecimal: of a million questions two are alike with
 
 
 def sft_epochs(adapter: str | Path) -> float | None:
-    """Passes over its data that SFT had taken when it wrote an adapter; None if that is not known.
+    """Returns the passes over its data that SFT had taken when it wrote an adapter; None if that is not known.
 
     `adapter` is a run folder, a checkpoint in one, or the `adapter/` of either.
     """
@@ -27,14 +27,16 @@ def sft_epochs(adapter: str | Path) -> float | None:
         if "sft" not in load_toml(run / CONFIG):
             return None
         records = metrics.read(run / metrics.FILE)
-        epochs = [record.get("epoch") for record in records if step is None or record["step"] == step]
+        if step is not None:
+            records = [record for record in records if record["step"] == step]
+        epochs = [record.get("epoch") for record in records]
         if epochs and isinstance(epochs[-1], float):
             return epochs[-1]
     return None
 
 
 def settings_of(adapter: str | Path) -> dict[str, Any]:
-    """The settings of the run that wrote an adapter or model, as in its `config.toml`; empty if that is not known."""
+    """Returns the settings of the run that wrote an adapter or model, as in its `config.toml`; empty if not known."""
     run, _ = _run_and_step(adapter)
     with contextlib.suppress(UsageError):
         for table in load_toml(run / CONFIG).values():
@@ -44,13 +46,17 @@ def settings_of(adapter: str | Path) -> dict[str, Any]:
 
 
 def question_hash(text: str) -> str:
-    """Tells whether a question is known without keeping it; alike for questions that differ in case or punctuation."""
-    return hashlib.sha256(question_key(text).encode()).hexdigest()[:DIGITS]
+    """Returns a hash by which a question is recognized; it is equal if only case or punctuation differ."""
+    digest = hashlib.sha256(question_key(text).encode()).hexdigest()
+    return digest[:DIGITS]
 
 
 def demonstrated(adapter: str | Path) -> set[str]:
-    """The hashes of the questions whose demonstrations an adapter has learned, in its own run of SFT and in those of
-    the adapters that it was trained on from; those that are not known are left out."""
+    """Returns the hashes of the questions whose demonstrations an adapter has learned.
+
+    These are the questions of its run of SFT and of those of the adapters that it was trained on from; runs that are
+    not known are left out.
+    """
     hashes: set[str] = set()
     visited: set[Path] = set()
     run, _ = _run_and_step(adapter)
@@ -65,15 +71,24 @@ def demonstrated(adapter: str | Path) -> set[str]:
     return hashes
 
 
-def made_by_run(model: str, adapter: str | None) -> str | None:
-    """The adapter, or the model if it is the `model/` of a run of `sft --no-lora`; None: no run of r3lite is known."""
-    return adapter or (model if Path(model).name == checkpoint.MODEL and settings_of(model).get("no_lora") else None)
+def result_of_run(model: str, adapter: str | None) -> str | None:
+    """Returns the adapter, or the model if it is the `model/` of a run of `sft --no-lora`.
+
+    None: no run of r3lite is known that made them.
+    """
+    if adapter:
+        return adapter
+    if Path(model).name == checkpoint.MODEL and settings_of(model).get("no_lora"):
+        return model
+    return None
 
 
 def _run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
-    """The run folder that an adapter or model lies in, and the step of its checkpoint if it is one's."""
+    """Returns the run folder that an adapter or model lies in, and the step of its checkpoint if it is in one."""
     folder = Path(adapter).resolve()
     if folder.name in (checkpoint.ADAPTER, checkpoint.MODEL):
         folder = folder.parent
     name = checkpoint.NAME.fullmatch(folder.name)
-    return (folder.parent, int(name[1])) if name else (folder, None)
+    if name is None:
+        return folder, None
+    return folder.parent, int(name[1])

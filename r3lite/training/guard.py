@@ -15,10 +15,18 @@ from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
 SURE = 2.0  # standard errors, see below
-START_EPISODES = 32  # least of the first rounds, which later ones are compared with
-SEEN = (  # what a checkpoint keeps of a guard, beside the best validation
-    "rounds", "first", "recent", "right_start", "peak", "best_reward", "beyond", "validations", "rollbacks",
-)  # fmt: skip
+START_EPISODES = 32  # minimum of the first rounds, which later ones are compared with
+STATE = (  # attributes of a guard that a checkpoint keeps, beside the best validation
+    "rounds",
+    "first",
+    "recent",
+    "right_start",
+    "peak",
+    "best_reward",
+    "beyond",
+    "validations",
+    "rollbacks",
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,11 @@ class Alarm:
 
 
 def standard_error(differences: Sequence[float]) -> float:
-    """Of the mean of paired differences; infinite for a single one."""
-    n = len(differences)
-    return statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    """Returns the standard error of the mean of paired differences; it is infinite for a single one."""
+    count = len(differences)
+    if count < 2:
+        return math.inf
+    return statistics.stdev(differences) / math.sqrt(count)
 
 
 @dataclass
@@ -52,13 +62,13 @@ class Best:
 
 
 class Guard:
-    """Looks at each round. What it has seen is part of a run's checkpoints, as are the rollbacks that were made."""
+    """Looks at each round. Its numbers are part of a run's checkpoints, as is the count of rollbacks."""
 
     def __init__(self, settings: GuardSettings, episodes: int):
-        """`episodes` are those of a round."""
+        """Prepares for rounds of `episodes` episodes each."""
         self.settings = settings
         self.start_rounds = math.ceil(START_EPISODES / episodes)
-        self.rounds = 0  # seen
+        self.rounds = 0  # so far
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
         self.right_start: float | None = None  # `right_likelihood` of the first rounds, or as soon as it is known
@@ -71,45 +81,69 @@ class Guard:
 
     @property
     def rate_scale(self) -> float:
-        """What the learning rates are multiplied by."""
+        """The factor of the learning rates after the rollbacks so far."""
         return self.settings.guard_rate_factor**self.rollbacks
 
     @property
     def kl_scale(self) -> float:
-        """What --kl-beta is multiplied by."""
+        """The factor of --kl-beta after the rollbacks so far."""
         return self.settings.guard_kl_factor**self.rollbacks
 
-    def look(self, step: int, record: dict, each: Sequence[float] | None = None) -> Alarm | None:
-        """Takes in a round's metrics and, after a validation, the F1 of `each` question; what is wrong, if anything.
+    def look(
+        self,
+        step: int,
+        record: dict,
+        each: Sequence[float] | None = None,
+    ) -> Alarm | None:
+        """Takes in a round's metrics and, after a validation, the F1 of `each` question; returns an alarm or None.
 
         An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is reported
-        again only after it has been kept.
+        anew only after it has been kept.
         """
-        now = watched(record)
+        numbers = watched(record)
         self.rounds += 1
         if len(self.first) < self.start_rounds:
-            self.first.append(now)
-        self.recent = [*self.recent, now][-self.settings.guard_patience :]
+            self.first.append(numbers)
+        self.recent = [*self.recent, numbers][-self.settings.guard_patience :]
         self._take_peaks()
-        if self.right_start is None and len(self.first) == self.start_rounds:
-            self.right_start = right_likelihood(self.recent)
-        crossed = self._crossed_in_round(now) if len(self.first) == self.start_rounds else {}
-        crossed |= self._crossed_in_validation(each) if each is not None else {}
+        crossed: dict[str, str | None] = {}
+        if len(self.first) == self.start_rounds:
+            if self.right_start is None:
+                self.right_start = right_likelihood(self.recent)
+            crossed |= self._crossed_in_round(numbers)
         if each is not None:
+            crossed |= self._crossed_in_validation(each)
             self.validated(step, each)
+        alarms = self._count(crossed)
+        if not alarms or self.settings.guard == "off":
+            return None
+        return alarms[0]
+
+    def _count(self, crossed: dict[str, str | None]) -> list[Alarm]:
+        """Counts how often in a row each limit was crossed; returns alarms of those that have just reached enough."""
         alarms = []
         for limit, message in crossed.items():
-            self.beyond[limit] = self.beyond.get(limit, 0) + 1 if message else 0
-            needed, unit = self.settings.guard_patience, "rounds"
+            if message is None:
+                self.beyond[limit] = 0
+                continue
+            self.beyond[limit] = self.beyond.get(limit, 0) + 1
             if limit == "guard_f1_drop":
-                needed, unit = self.settings.guard_validations, "validations"
-            if message and self.beyond[limit] == needed:
-                alarms.append(Alarm(limit, message + (f", {needed} {unit} in a row" if needed > 1 else "")))
-        return alarms[0] if alarms and self.settings.guard != "off" else None
+                patience = self.settings.guard_validations
+                unit = "validations"
+            else:
+                patience = self.settings.guard_patience
+                unit = "rounds"
+            if self.beyond[limit] == patience:
+                if patience > 1:
+                    message += f", {patience} {unit} in a row"
+                alarms.append(Alarm(limit, message))
+        return alarms
 
     def first_rounds(self, record: dict) -> list[Numbers]:
-        """The first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
-        return [*self.first, watched(record)] if self.rounds + 1 == self.start_rounds else []
+        """Returns the first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
+        if self.rounds + 1 != self.start_rounds:
+            return []
+        return [*self.first, watched(record)]
 
     def validated(self, step: int, each: Sequence[float]) -> None:
         """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
@@ -124,43 +158,58 @@ class Guard:
 
     def forget(self) -> None:
         """Begins to count anew."""
-        self.recent, self.beyond = [], {}
+        self.recent = []
+        self.beyond = {}
 
     def forget_rewards(self) -> None:
         """Called before a round with other weights of the rewards: rewards before and after are not to be compared."""
         self.recent = [numbers | {"reward": None} for numbers in self.recent]
-        self.peak = self.best_reward = None
+        self.peak = None
+        self.best_reward = None
         if self.best is not None:
             self.best.reward = None
 
-    def _crossed_in_round(self, now: Numbers) -> dict[str, str | None]:
-        """By limit, what is beyond it in this round, or None; quantities that this round lacks are left out."""
-        found: dict[str, str | None] = {}
+    def _crossed_in_round(self, numbers: Numbers) -> dict[str, str | None]:
+        """Returns by limit a message of what is beyond it in this round, or None if nothing is.
+
+        Limits of quantities that this round lacks are left out.
+        """
+        crossed: dict[str, str | None] = {}
         for watch in WATCHES:
-            limit, value = getattr(self.settings, watch.limit), now[watch.quantity]
+            limit = getattr(self.settings, watch.limit)
+            value = numbers[watch.quantity]
             start = self._at_start(watch.quantity)
             if limit is None or value is None or start is None:
                 continue
-            found[watch.limit] = watch.crossed(value, start, limit)
-        return found | self._right_likelihood(now) | self._without_variance(now) | self._hacking()
+            crossed[watch.limit] = watch.crossed(value, start, limit)
+        return crossed | self._right_likelihood(numbers) | self._without_variance(numbers) | self._hacking()
 
-    def _right_likelihood(self, now: Numbers) -> dict[str, str | None]:
+    def _right_likelihood(self, numbers: Numbers) -> dict[str, str | None]:
         """Right answers that grow unlikely, which is how GRPO begins to collapse; a round without any says nothing."""
-        limit, start, mean = self.settings.guard_right_likelihood, self.right_start, right_likelihood(self.recent)
-        if limit is None or start is None or mean is None or not now["right"]:
+        limit = self.settings.guard_right_likelihood
+        start = self.right_start
+        mean = right_likelihood(self.recent)
+        if limit is None or start is None or mean is None or not numbers["right"]:
             return {}
-        message = f"correct answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
-        return {"guard_right_likelihood": message if start - mean > limit else None}
+        message = None
+        if start - mean > limit:
+            message = f"correct answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
+        return {"guard_right_likelihood": message}
 
-    def _without_variance(self, now: Numbers) -> dict[str, str | None]:
+    def _without_variance(self, numbers: Numbers) -> dict[str, str | None]:
         """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
-        limit, start, best = self.settings.guard_variance, self._at_start("variance"), self.best_reward
-        reward, spread = self._mean_of_recent("reward"), self._at_start("reward_std")
-        if limit is None or now["variance"] is None or None in (start, best, reward, spread) or start >= limit:
+        limit = self.settings.guard_variance
+        variance = numbers["variance"]
+        start = self._at_start("variance")
+        best = self.best_reward
+        reward = self._mean_of_recent("reward")
+        spread = self._at_start("reward_std")
+        if None in (limit, variance, start, best, reward, spread) or start >= limit:
             return {}
-        low = reward < best - spread / 4
-        message = f"{now['variance']:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
-        return {"guard_variance": message if now["variance"] >= limit and low else None}
+        message = None
+        if variance >= limit and reward < best - spread / 4:
+            message = f"{variance:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
+        return {"guard_variance": message}
 
     def _hacking(self) -> dict[str, str | None]:
         """Reward up and F1 down in the episodes that are trained on, compared with the rounds of the highest F1.
@@ -170,74 +219,101 @@ class Guard:
         limit = self.settings.guard_hacking
         if limit is None or self.peak is None or len(self.recent) < len(self.peak):
             return {}
-        (f1s, rewards), (best_f1s, best_rewards) = (
-            [[numbers[name] for numbers in rounds if numbers[name] is not None] for name in ("f1", "reward")]
-            for rounds in (self.recent, self.peak)
-        )
-        f1, reward, best_f1, then = map(_mean, (f1s, rewards, best_f1s, best_rewards))
-        if f1 is None or reward is None:
+        f1s = _present(self.recent, "f1")
+        rewards = _present(self.recent, "reward")
+        if not f1s or not rewards:
             return {}
-        noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, best_f1s)
-        rose = reward - then > SURE * _error_of_difference(rewards, best_rewards)
-        hacks = rose and best_f1 - f1 > max(limit, noise)
-        message = f"the reward rose from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
-        return {"guard_hacking": message if hacks else None}
+        peak_f1s = _present(self.peak, "f1")
+        peak_rewards = _present(self.peak, "reward")
+        f1 = statistics.fmean(f1s)
+        reward = statistics.fmean(rewards)
+        peak_f1 = statistics.fmean(peak_f1s)
+        peak_reward = statistics.fmean(peak_rewards)
+        noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, peak_f1s)
+        reward_rose = reward - peak_reward > SURE * _error_of_difference(rewards, peak_rewards)
+        f1_fell = peak_f1 - f1 > max(limit, noise)
+        message = None
+        if reward_rose and f1_fell:
+            message = f"the reward rose from {peak_reward:.3f} to {reward:.3f} while "
+            message += f"F1 fell from {peak_f1:.3f} to {f1:.3f}"
+        return {"guard_hacking": message}
 
     def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
-        """The same of a validation, compared with the best one question by question.
+        """`_crossed_in_round` of a validation, which is compared with the best one question by question.
 
         The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
         errors of a difference above the mean. A drop must be larger than that and SURE standard errors more.
         """
-        limit, best = self.settings.guard_f1_drop, self.best
+        limit = self.settings.guard_f1_drop
+        best = self.best
         if limit is None or best is None:
             return {}
-        f1, reward = statistics.fmean(each), self._mean_of_recent("reward")
-        error = standard_error([a - b for a, b in zip(best.each, each, strict=True)])
-        noise = self._luck(self.validations) * error
+        f1 = statistics.fmean(each)
+        reward = self._mean_of_recent("reward")
+        drops = [best_f1 - question_f1 for best_f1, question_f1 in zip(best.each, each, strict=True)]
+        noise = self._luck(self.validations) * standard_error(drops)
+        if not best.f1 - f1 > max(limit, noise):
+            return {"guard_f1_drop": None}
         message = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
         if best.reward is not None and reward is not None and reward > best.reward:
             message += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
-        return {"guard_f1_drop": message if best.f1 - f1 > max(limit, noise) else None}
+        return {"guard_f1_drop": message}
 
     def _luck(self, tries: int) -> float:
-        """How many standard errors a drop from the best of `tries` validations must exceed."""
+        """Returns the number of standard errors that a drop from the best of `tries` validations must exceed."""
         return SURE + math.sqrt(math.log(tries))
 
     def _take_peaks(self) -> None:
         if len(self.recent) < self.settings.guard_patience:
             return
-        f1, reward = self._mean_of_recent("f1"), self._mean_of_recent("reward")
-        if reward is not None and (self.best_reward is None or reward > self.best_reward):
+        f1 = self._mean_of_recent("f1")
+        reward = self._mean_of_recent("reward")
+        if reward is None:
+            return
+        if self.best_reward is None or reward > self.best_reward:
             self.best_reward = reward
-        if f1 is not None and reward is not None and (self.peak is None or f1 >= _mean([p["f1"] for p in self.peak])):
+        if f1 is None:
+            return
+        if self.peak is None or f1 >= _mean(self.peak, "f1"):
             self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
 
     def _mean_of_recent(self, quantity: str) -> float | None:
-        return _mean([numbers[quantity] for numbers in self.recent])
+        return _mean(self.recent, quantity)
 
     def _at_start(self, quantity: str) -> float | None:
-        return _mean([numbers[quantity] for numbers in self.first])
+        return _mean(self.first, quantity)
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
-        kept = {name: getattr(self, name) for name in SEEN} | {"best": self.best and asdict(self.best)}
-        return copy.deepcopy(kept)
+        """Returns the state for a checkpoint, as JSON values."""
+        state = {name: getattr(self, name) for name in STATE}
+        state["best"] = None if self.best is None else asdict(self.best)
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is none."""
         record = Record(state, Source("the checkpoint's guard", "Pass another checkpoint."))
-        self.first, self.recent = _numbers(record, "first"), _numbers(record, "recent")
-        self.peak = _numbers(record, "peak") if record.values.get("peak") else None
-        self.right_start, self.best_reward = (record.number(key, None) for key in ("right_start", "best_reward"))
+        self.first = _rounds(record, "first")
+        self.recent = _rounds(record, "recent")
+        self.peak = None
+        if record.values.get("peak"):
+            self.peak = _rounds(record, "peak")
+        self.right_start = record.number("right_start", None)
+        self.best_reward = record.number("best_reward", None)
         beyond = record.record("beyond")
         self.beyond = {limit: beyond.whole(limit) for limit in beyond.values}
-        self.best = _best(record.record("best")) if record.values.get("best") else None
-        self.rounds, self.validations, self.rollbacks = map(record.whole, ("rounds", "validations", "rollbacks"))
+        self.best = None
+        if record.values.get("best"):
+            self.best = _best(record.record("best"))
+        self.rounds = record.whole("rounds")
+        self.validations = record.whole("validations")
+        self.rollbacks = record.whole("rollbacks")
 
 
-def _numbers(record: Record, key: str) -> list[Numbers]:
-    return [{name: numbers.number(name, None) for name in numbers.values} for numbers in record.records(key)]
+def _rounds(record: Record, key: str) -> list[Numbers]:
+    rounds = []
+    for numbers in record.records(key):
+        rounds.append({name: numbers.number(name, None) for name in numbers.values})
+    return rounds
 
 
 def _best(record: Record) -> Best:
@@ -248,12 +324,20 @@ def _best(record: Record) -> Best:
 
 
 def _error_of_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Standard error of the difference of two means; infinite if either is of one value."""
+    """Returns the standard error of the difference of two means; it is infinite if either is of one value."""
     if min(len(a), len(b)) < 2:
         return math.inf
     return math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _present(rounds: Sequence[Numbers], quantity: str) -> list[float]:
+    """A quantity of each round that has it."""
+    return [numbers[quantity] for numbers in rounds if numbers[quantity] is not None]
+
+
+def _mean(rounds: Sequence[Numbers], quantity: str) -> float | None:
+    """The mean of a quantity over the rounds that have it; None if none has."""
+    values = _present(rounds, quantity)
+    if not values:
+        return None
+    return statistics.fmean(values)

@@ -19,14 +19,16 @@ class Interrupts:
     """
 
     def __init__(self, precision: Precision, ranks: Ranks = ALONE):
-        self.precision, self.ranks = precision, ranks
+        self.precision = precision
+        self.ranks = ranks
         self.inside_step = False
         self.pending: type[BaseException] | None = None
 
     def __enter__(self) -> "Interrupts":
         self.previous = {}
         if threading.current_thread() is threading.main_thread():  # the only one that may have handlers
-            self.previous = {s: signal.signal(s, self._arrived) for s in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous[number] = signal.signal(number, self._arrived)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -34,29 +36,33 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _arrived(self, number, frame) -> None:
-        again, self.pending = self.pending, KeyboardInterrupt if number == signal.SIGINT else Terminated
-        begun = self.precision.changed_weights or self.precision.updating
-        harmless, self.inside_step = self.inside_step and not begun, False
-        if harmless or (again and number == signal.SIGINT):
+        is_second = self.pending is not None
+        self.pending = KeyboardInterrupt if number == signal.SIGINT else Terminated
+        update_began = self.precision.changed_weights or self.precision.updating
+        can_undo_step = self.inside_step and not update_began
+        self.inside_step = False
+        if can_undo_step or (is_second and number == signal.SIGINT):
             raise self.pending
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """The block of one step, whose weights are unchanged at its beginning."""
-        self.precision.changed_weights = self.precision.updating = False
+        self.precision.changed_weights = False
+        self.precision.updating = False
         self.inside_step = True
         try:
-            self.leave_if_asked()
+            self.raise_pending()
             yield
         finally:
             self.inside_step = False
 
     def agree(self) -> bool:
-        """Whether to stop after this step: if one rank was interrupted, all ranks stop after the same step."""
+        """Decides if the run stops after this step: if one rank was interrupted, all ranks stop after the same step."""
         if self.ranks.any(self.pending is not None):
             self.pending = self.pending or Terminated
         return self.pending is not None
 
-    def leave_if_asked(self) -> None:
+    def raise_pending(self) -> None:
+        """Raises the interruption that waits, if there is one."""
         if self.pending:
             raise self.pending

@@ -25,24 +25,31 @@ from r3lite.training import optim
 
 FORGETTING = 0.9
 STEP_FACTOR = 2.0  # the scale changes by at most this from round to round
-MOST_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
+MAX_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
 TAKEN_BACK_FACTOR = 16.0  # the scale falls by at most this after an update that was taken back, and by 2 at least
 LIMIT = 2.0  # an update is taken back if the KL is above this many times what the plan allows,
 FIRST_LIMIT = 0.25  # and above this share of the target: the plan allows next to nothing for the first updates
 SURE = 1.0  # standard errors over questions, by which the KL must be above that
-# What is left of the path, as multiples of what was planned for the remaining rounds: where the budget is spent, the
-# policy goes on learning slowly, and what was saved is not spent in a few long steps at the end.
-LEAST_LEFT = 0.25
-MOST_LEFT = 2.0
-MOST_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
+# Bounds of the remaining path, as multiples of what was planned for the remaining rounds: where the budget is spent,
+# the policy goes on learning slowly, and what was saved is not spent in a few long steps at the end.
+MIN_REMAINING = 0.25
+MAX_REMAINING = 2.0
+MAX_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
 WEIGHTS = "weights/"  # what the names of the copied tensors begin with
 MOMENTS = "moments/"
+STATE = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")  # attributes in checkpoints
 
 
 class KlBudget:
     """Scales the policy's rate before each update, and takes updates back. It is part of a run's checkpoints."""
 
-    def __init__(self, target: float, rates: Sequence[float], optimizer: torch.optim.AdamW, precision: Precision):
+    def __init__(
+        self,
+        target: float,
+        rates: Sequence[float],
+        optimizer: torch.optim.AdamW,
+        precision: Precision,
+    ):
         """`target` is the KL at the end of the run, `rates` the scheduled rates of its rounds as shares of the peak."""
         self.target = target
         self.rates = rates
@@ -56,7 +63,7 @@ class KlBudget:
         self.sum_kl = 0.0  # the sums of the slope
         self.sum_squares = 0.0
         self.rollbacks = 0  # of the guard
-        self.before: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it stays
+        self.undo: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it stays
         self.metrics: dict[str, float] = {}  # of the round
 
     def begin(self, number: int, rollbacks: int) -> None:
@@ -68,12 +75,13 @@ class KlBudget:
         self.round = number
         if rollbacks > self.rollbacks:
             self.rollbacks = rollbacks
-            self.before = {}
+            self.undo = {}
 
     @property
     def allowed(self) -> float:
         """The KL that the plan allows after the rounds before this one."""
-        return self.target * (sum(self.rates[: self.round - 1]) / sum(self.rates)) ** 2
+        share = sum(self.rates[: self.round - 1]) / sum(self.rates)
+        return self.target * share**2
 
     def accepts(self, kl: float, error: float) -> bool:
         """Takes in the KL on the episodes of this round, in nats per token, with its standard error over questions.
@@ -84,14 +92,14 @@ class KlBudget:
         if self.rounding is None:
             self.rounding = kl
         kl -= self.rounding
-        if not kl <= MOST_TARGETS * self.target:  # nan is not
-            kl = MOST_TARGETS * self.target
+        if not kl <= MAX_TARGETS * self.target:  # nan is not
+            kl = MAX_TARGETS * self.target
             error = 0.0
         self.sum_kl = FORGETTING * self.sum_kl + kl
         self.sum_squares = FORGETTING * self.sum_squares + self.path**2
         estimate = self._slope() ** 2 * self.path**2
         limit = max(LIMIT * self.allowed, FIRST_LIMIT * self.target)
-        taken_back = bool(self.before) and kl - SURE * error > limit
+        taken_back = bool(self.undo) and kl - SURE * error > limit
         if taken_back:
             self._take_back()
         else:
@@ -107,38 +115,43 @@ class KlBudget:
 
     def _go_on(self) -> None:
         if self.path:
-            wanted = min(self._wanted(self.rates[self.round - 1 :]), MOST_SCALE)
-            self.scale = min(max(wanted, self.scale / STEP_FACTOR), self.scale * STEP_FACTOR)
-        self.before = self._copies()
+            scale = min(self._scale_for(self.rates[self.round - 1 :]), MAX_SCALE)
+            self.scale = _clamped(scale, low=self.scale / STEP_FACTOR, high=self.scale * STEP_FACTOR)
+        self.undo = self._copies()
         self.last_rate = self._set_rate()
         self.path += self.last_rate
 
     def _take_back(self) -> None:
         self.path -= self.last_rate
-        wanted = self._wanted(self.rates[self.round :] or self.rates[-1:])
-        self.scale = min(max(wanted, self.scale / TAKEN_BACK_FACTOR), self.scale / STEP_FACTOR)
+        scale = self._scale_for(self.rates[self.round :] or self.rates[-1:])
+        self.scale = _clamped(scale, low=self.scale / TAKEN_BACK_FACTOR, high=self.scale / STEP_FACTOR)
         self.precision.changed_weights = True  # an interruption waits for the end of the round
         with torch.no_grad():
             for name, parameter in optim.parameters(self.optimizer).items():
-                parameter.copy_(self.before[WEIGHTS + name])
-        moments = {k.removeprefix(MOMENTS): x for k, x in self.before.items() if k.startswith(MOMENTS)}
+                parameter.copy_(self.undo[WEIGHTS + name])
+        moments = {}
+        for name, tensor in self.undo.items():
+            if name.startswith(MOMENTS):
+                moments[name.removeprefix(MOMENTS)] = tensor
         optim.load_state_tensors(self.optimizer, moments)
-        self.before = {}
+        self.undo = {}
         self._set_rate()
 
     def _slope(self) -> float:
         """Distance from the reference per unit of path; 0 as long as nothing is known of it."""
-        return math.sqrt(max(self.sum_kl, 0.0) / self.sum_squares) if self.sum_squares else 0.0
+        if not self.sum_squares:
+            return 0.0
+        return math.sqrt(max(self.sum_kl, 0.0) / self.sum_squares)
 
-    def _wanted(self, remaining: Sequence[float]) -> float:
+    def _scale_for(self, rates: Sequence[float]) -> float:
         """The scale with which the budget is spent after rounds with these scheduled rates."""
         slope = self._slope()
         if not slope:
-            return MOST_SCALE
+            return MAX_SCALE
         reach = math.sqrt(self.target) / slope
-        planned = reach * sum(remaining) / sum(self.rates)
-        left = min(max(reach - self.path, LEAST_LEFT * planned), MOST_LEFT * planned)
-        return left / sum(remaining)
+        planned = reach * sum(rates) / sum(self.rates)
+        remaining_path = _clamped(reach - self.path, low=MIN_REMAINING * planned, high=MAX_REMAINING * planned)
+        return remaining_path / sum(rates)
 
     def _set_rate(self) -> float:
         """Scales the policy's rate, which the loop has set, for this round; returns it as a share of its peak."""
@@ -149,15 +162,19 @@ class KlBudget:
 
     def _copies(self) -> dict[str, Tensor]:
         """Copies of weights and moments in host memory."""
-        weights = {WEIGHTS + name: x.detach() for name, x in optim.parameters(self.optimizer).items()}
-        moments = {MOMENTS + name: x for name, x in optim.state_tensors(self.optimizer).items()}
-        return {name: x.to("cpu", copy=True) for name, x in (weights | moments).items()}
+        copies = {}
+        for name, weight in optim.parameters(self.optimizer).items():
+            copies[WEIGHTS + name] = weight.detach().to("cpu", copy=True)
+        for name, moment in optim.state_tensors(self.optimizer).items():
+            copies[MOMENTS + name] = moment.to("cpu", copy=True)
+        return copies
 
     def state_dict(self) -> dict:
-        """As JSON but for `tensors`, which are never changed in place."""
-        names = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")
-        tensors = {"tensors": self.before} if self.before else {}
-        return {name: getattr(self, name) for name in names} | tensors
+        """Returns the state as JSON values, but for `tensors`, which are never changed in place."""
+        state = {name: getattr(self, name) for name in STATE}
+        if self.undo:
+            state["tensors"] = self.undo
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is none."""
@@ -169,4 +186,10 @@ class KlBudget:
         self.sum_kl = record.number("sum_kl")
         self.sum_squares = record.number("sum_squares", low=0)
         self.rollbacks = record.whole("rollbacks")
-        self.before = dict(record.record("tensors").values) if "tensors" in state else {}
+        self.undo = {}
+        if "tensors" in state:
+            self.undo = dict(record.record("tensors").values)
+
+
+def _clamped(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

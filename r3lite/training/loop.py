@@ -6,19 +6,20 @@ rollouts with several optimizer steps.
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 from r3lite.core.command import Terminated
+from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.spans import Spans, span
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
-from r3lite.training.oversight import Collapse, Oversight
+from r3lite.training.oversight import NO_OVERSIGHT, Collapse, NoOversight, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
-from r3lite.training.trace import SpanLog
+from r3lite.training.trace import open_span_log
 
 REHEARSED = ("cuda",)  # device types whose allocator may run out of memory in spite of the plan
 
@@ -39,123 +40,161 @@ class Trainer(Protocol):
         """Runs the largest forward and backward pass of the run; if memory runs out, its figures are made smaller."""
 
     def explain_overflow(self) -> str:
-        """Which layer's activations overflowed first in the last micro-batch."""
+        """Says which layer's activations overflowed first in the last micro-batch."""
 
 
-def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, spans: Spans | None = None) -> bool:
+def train(
+    run: RunFolder,
+    trainer: Trainer,
+    oversight: Oversight | NoOversight = NO_OVERSIGHT,
+    spans: Spans | None = None,
+) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
     On a GPU the largest pass is run first, so that a lack of memory shows in the first seconds and not after hours.
     `oversight` validates between steps, and may restore the best checkpoint's weights. `spans`, which the trainer
     records, are written as --track-spans says.
     """
-    state, total = trainer.state, trainer.total
+    state = trainer.state
+    schedule = run.config.schedule
     done = run.begin(state)
-    last = min(total, done + (run.settings["stop_after"] or total))
-    every = run.settings["save_every"]
-    log, tracker = metrics.NoLog(), None
-    if run.ranks.first:
-        if run.settings["track"] != "none":
-            from r3lite.training.tracking import build_tracker
+    last = trainer.total
+    if schedule.stop_after is not None:
+        last = min(last, done + schedule.stop_after)
+    log = _open_log(run, done, trainer.total)
+    span_log = open_span_log(
+        spans,
+        tracking=run.config.tracking,
+        output=run.output,
+        command=run.command,
+        done=done,
+    )
 
-            tracker = build_tracker(run.settings, run.output, done)
-        log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
-    span_log = SpanLog(spans, run.settings, run.output, run.command, done)
+    def save(number: int) -> None:
+        """Writes the checkpoint of a step, after the log: no checkpoint may be newer than it."""
+        log.sync()
+        run.save(state, number)
+
     try:
         with Interrupts(state.precision, run.ranks) as interrupts:
-            steps = _Steps(run, trainer, oversight, log, interrupts)
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():
                     trainer.rehearse()
-            if oversight and (before := oversight.begin(done)):
-                log.write(before)
+            first_record = oversight.begin(done)
+            if first_record is not None:
+                log.write(first_record)
                 log.sync()
                 run.write(state, 0)
                 oversight.saved(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
-                interrupts.leave_if_asked()
+                interrupts.raise_pending()
                 with span_log.step(number):
-                    record, must_save = steps.take_with_oversight(number)
-                    log.write(record)
-                    if interrupts.agree() or must_save or number == last or (every and number % every == 0):
+                    _set_learning_rate(run, trainer, number=number, scale=oversight.rate_scale)
+                    failure = None
+                    try:
+                        record = _take_step(run, trainer, interrupts=interrupts, save=save, number=number)
+                    except NotFinite as error:
+                        if not oversight.can_go_back:
+                            raise
+                        record = {"step": number}
+                        failure = error
+                    further_metrics, must_save = oversight.after(number, record, failure)
+                    log.write(record | further_metrics)
+                    interrupted = interrupts.agree()
+                    is_due = schedule.save_every > 0 and number % schedule.save_every == 0
+                    if interrupted or must_save or is_due or number == last:
                         with span(spans, "checkpoint"):
-                            steps.save(number)
-                if oversight:
-                    oversight.saved(number)
-            interrupts.leave_if_asked()
+                            save(number)
+                oversight.saved(number)
+            interrupts.raise_pending()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with {run.how_to_go_on}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with {run.resume_flags}", file=sys.stderr)
         raise
     finally:
         log.close()
-    if last < total:
-        print(f"stopped after step {last} of {total}; continue with {run.how_to_go_on}", file=sys.stderr)
+    if last < trainer.total:
+        print(f"stopped after step {last} of {trainer.total}; continue with {run.resume_flags}", file=sys.stderr)
         return False
-    run.save(state, total)  # unless it is there: a finished run may be resumed into another folder
-    run.finish(state, total)
+    run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
+    run.finish(state, trainer.total)
     return True
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What one step needs, and the step itself."""
+def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | metrics.NoLog:
+    """The log of the run's first rank, and its tracker; the other ranks write nothing."""
+    if not run.ranks.first:
+        return metrics.NoLog()
+    tracker = metrics.NO_TRACKER
+    if run.config.tracking.track != "none":
+        from r3lite.training.tracking import build_tracker
 
-    run: RunFolder
-    trainer: Trainer
-    oversight: Oversight | None
-    log: metrics.MetricsLog
-    interrupts: Interrupts
+        tracker = build_tracker(
+            run.config.tracking,
+            settings=flat(run.config),
+            output=run.output,
+            done=done,
+        )
+    return metrics.MetricsLog(
+        run.output,
+        start=done,
+        total=total,
+        label=run.command,
+        tracker=tracker,
+    )
 
-    def take_with_oversight(self, number: int) -> tuple[dict, bool]:
-        """Takes a step, then validates if it is time; returns the record, and whether a checkpoint must be written."""
-        failure = None
-        try:
-            record = self.take(number)
-        except NotFinite as error:
-            if not (self.oversight and self.oversight.can_go_back):
-                raise
-            record, failure = {"step": number}, error
-        more, must_save = self.oversight.after(number, record, failure) if self.oversight else ({}, False)
-        return record | more, must_save
 
-    def take(self, number: int) -> dict:
-        """Takes a step and returns its record.
+def _set_learning_rate(run: RunFolder, trainer: Trainer, number: int, scale: float) -> None:
+    """Sets the scheduled learning rate of a step, times `scale`."""
+    settings = run.config.optimizer
+    share = optim.rate(
+        number,
+        trainer.total,
+        warmup=settings.warmup,
+        floor=settings.min_learning_rate,
+        schedule=settings.learning_rate_schedule,
+    )
+    optim.set_rate(trainer.state.optimizer, share * scale)
 
-        A step that fails or is interrupted before it changed a weight is undone, and the state before it is saved.
-        """
-        trainer, state, settings = self.trainer, self.trainer.state, self.run.settings
-        shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
-        factor = optim.rate(number, trainer.total, *shape)
-        scale = self.oversight.guard.rate_scale if self.oversight else 1.0
-        optim.set_rate(state.optimizer, factor * scale)
-        before, start = state.snapshot(), time.perf_counter()
-        self.run.ranks.begin_step(f"{self.run.settings['seed']}/{number}")
-        try:
-            with self.interrupts.step():
-                step_metrics, tokens = trainer.step(number)
-        except (KeyboardInterrupt, Terminated, R3LiteError) as error:
-            if not state.precision.changed_weights:
-                state.rewind(before)
-                self.save(number - 1)
-            if isinstance(error, NonFiniteGradients) and self.run.ranks.first:  # another rank may have run no row
-                raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
-            raise
-        seconds = time.perf_counter() - start
-        state.num_tokens += tokens
-        state.seconds += seconds
-        learning_rate = optim.current_rate(state.optimizer)  # --kl-budget may have scaled it within the step
-        record = {"step": number, **step_metrics, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
-        if state.precision.scaler is not None:
-            record["skipped_steps"] = state.precision.skipped
-        return record | {
-            "step_time": seconds,
-            "tokens_per_second": tokens / seconds,
-            "peak_memory_mib": metrics.peak_memory_mib(state.precision.device),
-        }
 
-    def save(self, number: int) -> None:
-        """Writes the checkpoint of a step, after the log: no checkpoint may be newer than it."""
-        self.log.sync()
-        self.run.save(self.trainer.state, number)
+def _take_step(
+    run: RunFolder,
+    trainer: Trainer,
+    interrupts: Interrupts,
+    save: Callable[[int], None],
+    number: int,
+) -> dict:
+    """Takes a step and returns its record.
+
+    A step that fails or is interrupted before it changed a weight is undone, and the state before it is saved.
+    """
+    state = trainer.state
+    snapshot = state.snapshot()
+    start = time.perf_counter()
+    run.ranks.begin_step(f"{run.config.common.seed}/{number}")
+    try:
+        with interrupts.step():
+            step_metrics, tokens = trainer.step(number)
+    except (KeyboardInterrupt, Terminated, R3LiteError) as error:
+        if not state.precision.changed_weights:
+            state.rewind(snapshot)
+            save(number - 1)
+        if isinstance(error, NonFiniteGradients) and run.ranks.first:  # another rank may have run no row
+            raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
+        raise
+    seconds = time.perf_counter() - start
+    state.num_tokens += tokens
+    state.seconds += seconds
+    record = {
+        "step": number,
+        **step_metrics,
+        "learning_rate": optim.current_rate(state.optimizer),  # --kl-budget may have scaled it within the step
+        "num_tokens": state.num_tokens,
+    }
+    if state.precision.scaler is not None:
+        record["skipped_steps"] = state.precision.skipped
+    record["step_time"] = seconds
+    record["tokens_per_second"] = tokens / seconds
+    record["peak_memory_mib"] = metrics.peak_memory_mib(state.precision.device)
+    return record

@@ -20,7 +20,7 @@ from r3lite.core.errors import explained
 from r3lite.core.files import own_records
 from r3lite.devices.live_tensors import MIB
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded at run time for --track only
     from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
@@ -33,69 +33,96 @@ BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, withou
 
 
 def repeatable(record: dict) -> dict:
-    """A record without times, memory and cost."""
-    return {k: v for k, v in record.items() if k not in MEASURED and not k.startswith(MEASURED_GROUPS)}
+    """Returns a record without times, memory and cost."""
+    metrics = {}
+    for name, value in record.items():
+        if name not in MEASURED and not name.startswith(MEASURED_GROUPS):
+            metrics[name] = value
+    return metrics
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Peak memory of this process so far: of PyTorch's allocator on CUDA, else resident; None if unknown."""
+    """Returns the peak memory of this process: of PyTorch's allocator on CUDA, else resident; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB
     status = Path("/proc/self/status")
     if status.exists():  # Linux; its getrusage would count what the parent process once held
-        line = next((x for x in status.read_text(encoding="utf-8").splitlines() if x.startswith("VmHWM:")), None)
-        return int(line.split()[1]) / 1024 if line else None
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+        return None
     try:
         import resource
     except ImportError:
         return _peak_memory_mib_on_windows()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak / 1024
+    if sys.platform == "darwin":  # in bytes there, elsewhere in KiB
+        return peak / MIB
+    return peak / 1024
 
 
 def _peak_memory_mib_on_windows() -> float | None:
     import ctypes
     from ctypes import wintypes
 
-    sizes = ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
-
     class Counters(ctypes.Structure):  # PROCESS_MEMORY_COUNTERS
-        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD), *((n, ctypes.c_size_t) for n in sizes)]
+        _fields_ = [
+            ("size", wintypes.DWORD),
+            ("page_faults", wintypes.DWORD),
+            ("peak_resident", ctypes.c_size_t),
+            ("resident", ctypes.c_size_t),
+            ("peak_paged_pool", ctypes.c_size_t),
+            ("paged_pool", ctypes.c_size_t),
+            ("peak_nonpaged_pool", ctypes.c_size_t),
+            ("nonpaged_pool", ctypes.c_size_t),
+            ("page_file", ctypes.c_size_t),
+            ("peak_page_file", ctypes.c_size_t),
+        ]
 
     counters = Counters(size=ctypes.sizeof(Counters))
-    current = ctypes.windll.kernel32.GetCurrentProcess
-    current.restype = wintypes.HANDLE
-    ask = ctypes.windll.psapi.GetProcessMemoryInfo
-    ask.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
-    return counters.peak_resident / MIB if ask(current(), ctypes.byref(counters), counters.size) else None
+    current_process = ctypes.windll.kernel32.GetCurrentProcess
+    current_process.restype = wintypes.HANDLE
+    read_counters = ctypes.windll.psapi.GetProcessMemoryInfo
+    read_counters.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
+    if not read_counters(current_process(), ctypes.byref(counters), counters.size):
+        return None
+    return counters.peak_resident / MIB
 
 
 def with_perplexity(record: dict) -> dict:
-    """A record of SFT with the perplexity of each loss, exp(loss); losses are means over tokens, in nats.
+    """Returns a record of SFT with the perplexity of each loss, exp(loss); losses are means over tokens, in nats.
 
     A perplexity that a float cannot hold is infinite, which the log writes as null.
     """
-    for name in (name for name in ("loss", "eval_loss") if name in record):
-        try:
-            value = math.exp(record[name])
-        except OverflowError:
-            value = math.inf
-        record = record | {name.replace("loss", "perplexity"): value}
+    record = dict(record)
+    for loss, perplexity in (("loss", "perplexity"), ("eval_loss", "eval_perplexity")):
+        if loss in record:
+            try:
+                record[perplexity] = math.exp(record[loss])
+            except OverflowError:
+                record[perplexity] = math.inf
     return record
 
 
 def means_by_source(
-    metric: str, shares: Mapping[str, torch.Tensor | float], tokens: Mapping[str, int]
+    metric: str,
+    shares: Mapping[str, torch.Tensor | float],
+    tokens: Mapping[str, int],
 ) -> dict[str, float]:
-    """`metric`, the sum of each source's share of the mean over all tokens; and as `METRIC/NAME` the mean over the
-    tokens of each named source."""
-    count, found = sum(tokens.values()), {metric: float(sum(shares.values()))}
-    named = {name: float(share) for name, share in sorted(shares.items()) if name}
-    return found | {f"{metric}/{name}": share * count / tokens[name] for name, share in named.items()}
+    """Returns `metric`, the mean over all tokens, and as `METRIC/NAME` the mean over the tokens of each named source.
+
+    `shares` has the part that each source's tokens contribute to the mean over all tokens.
+    """
+    token_count = sum(tokens.values())
+    means = {metric: float(sum(shares.values()))}
+    for name, share in sorted(shares.items()):
+        if name:
+            means[f"{metric}/{name}"] = float(share) * token_count / tokens[name]
+    return means
 
 
 # The metrics of the progress line in order, with their formats; those that a record lacks are left out.
-SHOWN = {
+PROGRESS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "reward": "reward {:.3f}",
@@ -116,29 +143,53 @@ class Clock:
     The first step takes longer, because kernels are loaded and memory is allocated. It counts only until the second.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self.now, self.start = now, now()
-        self.first: float | None = None  # when the first step ended
-        self.later = 0  # steps since then
+    def __init__(self, read_time: Callable[[], float] = time.perf_counter):
+        self.read_time = read_time
+        self.start = read_time()
+        self.first_end: float | None = None  # when the first step ended
+        self.steps_since_first = 0
 
-    def left(self, steps: int) -> float:
-        """Seconds that `steps` more steps take; called at the end of each step."""
-        now = self.now()
-        if self.first is None:
-            self.first = now
-            return steps * (now - self.start)
-        self.later += 1
-        return steps * (now - self.first) / self.later
+    def remaining(self, steps: int) -> float:
+        """Returns the seconds that `steps` further steps take; called at the end of each step."""
+        time = self.read_time()
+        if self.first_end is None:
+            self.first_end = time
+            return steps * (time - self.start)
+        self.steps_since_first += 1
+        return steps * (time - self.first_end) / self.steps_since_first
 
 
 def writing(path: Path) -> contextlib.AbstractContextManager:
-    """Says which file could not be written in the `with` block, such as on a full disk."""
+    """Returns a context whose OSErrors say that this file could not be written, such as on a full disk."""
     return explained(OSError, f"{path} cannot be written", "Free disk space; continue with --resume auto.")
 
 
 def _plain(value):
     """The value for JSON, which has no nan and no inf: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _progress_line(record: dict) -> str:
+    parts = []
+    for name, form in PROGRESS.items():
+        if record.get(name) is not None:
+            parts.append(form.format(record[name]))
+    return "  ".join(parts)
+
+
+class NoTracker:
+    """The tracker of a run without --track."""
+
+    def write(self, record: dict) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_TRACKER = NoTracker()
 
 
 class MetricsLog:
@@ -148,30 +199,50 @@ class MetricsLog:
     `tracker` gets every record, too.
     """
 
-    def __init__(self, output: Path, start: int, total: int, label: str, tracker: "Tracker | None" = None):
-        self.path, self.total, self.label, self.tracker = output / FILE, total, label, tracker
-        self.every = max(1, total // LINES)
+    def __init__(
+        self,
+        output: Path,
+        start: int,
+        total: int,
+        label: str,
+        tracker: "Tracker | NoTracker" = NO_TRACKER,
+    ):
+        self.path = output / FILE
+        self.total = total
+        self.label = label
+        self.tracker = tracker
+        self.line_every = max(1, total // LINES)  # steps
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
-        self.bar = tqdm(initial=start, total=total, desc=label, unit="step", disable=None, bar_format=BAR)
+        self.bar = tqdm(
+            initial=start,
+            total=total,
+            desc=label,
+            unit="step",
+            disable=None,  # on a terminal only
+            bar_format=BAR,
+        )
         self.clock = Clock()
 
     def write(self, record: dict) -> None:
         """Appends one step's record and shows it. Step 0 is what was measured before the first."""
-        record = {k: _plain(v) for k, v in record.items()}
+        step = record["step"]
+        record = {name: _plain(value) for name, value in record.items()}
         with writing(self.path):
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
-        if self.tracker:
-            self.tracker.write(record)
-        if not record["step"]:
+        self.tracker.write(record)
+        line = _progress_line(record)
+        if step == 0:
             self.clock = Clock()  # the validation before the first step does not count
-        left = self.clock.left(self.total - record["step"]) if record["step"] else None
-        line = "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
-        line += f"  ETA {tqdm.format_interval(left)}" if left else ""
+        else:
+            remaining = self.clock.remaining(self.total - step)
+            if remaining:
+                line += f"  ETA {tqdm.format_interval(remaining)}"
         self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update(1 if record["step"] else 0)
-        if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
-            print(f"{self.label} {record['step']}/{self.total}  {line}", file=sys.stderr, flush=True)
+        self.bar.update(0 if step == 0 else 1)
+        has_line = step % self.line_every == 0 or step in (1, self.total)
+        if self.bar.disable and has_line:
+            print(f"{self.label} {step}/{self.total}  {line}", file=sys.stderr, flush=True)
 
     def sync(self) -> None:
         """Flushes the file to the disk, so that no checkpoint is newer than the log."""
@@ -182,26 +253,34 @@ class MetricsLog:
         self.bar.close()
         with writing(self.path):
             self.file.close()
-        if self.tracker:
-            self.tracker.close()
+        self.tracker.close()
 
 
-class NoLog(MetricsLog):
+class NoLog:
     """The log of all ranks but the first, which writes nothing."""
 
-    def __init__(self):
+    def write(self, record: dict) -> None:
         pass
 
-    write = sync = close = lambda self, *record: None
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a log. A last line that a kill cut off is left out; any other line without a step is an error."""
-    return _read(path)[0]
+    """Returns the records of a log without a last line that a kill cut off.
+
+    Raises R3LiteError if any other line has no step.
+    """
+    records, _ = _read(path)
+    return records
 
 
 def _read(path: Path) -> tuple[list[dict], bytes]:
-    return own_records(path, "step", _is_record, "a training run", "Fix or remove the line, and run again.")
+    remedy = "Fix or remove the line, and run again."
+    return own_records(path, "step", _is_record, "a training run", remedy)
 
 
 def _is_record(record: dict) -> bool:
@@ -209,7 +288,7 @@ def _is_record(record: dict) -> bool:
 
 
 def up_to(path: Path, step: int) -> list[dict]:
-    """The records of a log up to a step, which a resumed run keeps; warns of a last line that was cut off."""
+    """Returns the records of a log up to a step, which a resumed run keeps; warns of a last line that was cut off."""
     records, torn = _read(path)
     if torn:
         print(f"{path}: ignoring the incomplete last line", file=sys.stderr)

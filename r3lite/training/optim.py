@@ -15,7 +15,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each paramet
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with one peak learning rate, by names that are unique in the run."""
 
     parameters: dict[str, nn.Parameter]
@@ -23,41 +23,56 @@ class Group:
     is_policy: bool = True  # and not a critic, whose rate no --kl-budget scales
 
 
-def adamw(groups: list[Group], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
-    described = [
-        {
-            "params": list(g.parameters.items()),
-            "lr": g.learning_rate,
-            "peak_lr": g.learning_rate,
-            "is_policy": g.is_policy,
-        }
-        for g in groups
-    ]
-    fused = all(p.device.type in ("cuda", "cpu") for g in groups for p in g.parameters.values())
-    return torch.optim.AdamW(described, weight_decay=weight_decay, fused=fused)
+def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.AdamW:
+    """Returns AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
+    param_groups = []
+    devices = set()
+    for group in groups:
+        param_groups.append(
+            {
+                "params": list(group.parameters.items()),
+                "lr": group.learning_rate,
+                "peak_lr": group.learning_rate,
+                "is_policy": group.is_policy,
+            }
+        )
+        devices |= {parameter.device.type for parameter in group.parameters.values()}
+    fused = devices <= {"cuda", "cpu"}
+    return torch.optim.AdamW(param_groups, weight_decay=weight_decay, fused=fused)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Every parameter of an optimizer that `adamw` made, by name."""
-    return {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    """Returns every parameter of an optimizer that `adamw` made, by name."""
+    by_name = {}
+    for group in optimizer.param_groups:
+        by_name.update(zip(group["param_names"], group["params"], strict=True))
+    return by_name
 
 
-def rate(step: int, total: int, warmup: float, floor: float, schedule: str = "cosine") -> float:
-    """Learning rate of step 1..total as a share of the peak: linear warm-up, then a cosine or a line towards `floor`.
+def rate(
+    step: int,
+    total: int,
+    warmup: float,
+    floor: float,
+    schedule: str = "cosine",
+) -> float:
+    """Returns the learning rate of step 1..total as a share of the peak.
 
-    With w = ceil(warmup * total) steps of warm-up, step k <= w has k / (w + 1); step w + 1 has the whole peak, and
-    `floor` would be reached one step after the last, so that no step is without effect even at floor 0. With schedule
+    It rises linearly in the warm-up, and then falls by a cosine or a line towards `floor`. With
+    w = ceil(warmup * total) steps of warm-up, step k <= w has k / (w + 1); step w + 1 has the whole peak, and `floor`
+    would be reached one step after the last, so that no step is without effect even at floor 0. With schedule
     "constant", the floor is 1.
     """
     assert 1 <= step <= total, (step, total)
-    w = min(math.ceil(warmup * total), total - 1)
-    if step <= w:
-        return step / (w + 1)
+    warmup_steps = min(math.ceil(warmup * total), total - 1)
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
     assert schedule != "constant" or floor == 1
+    steps_since_peak = step - 1 - warmup_steps
+    steps_of_fall = total - warmup_steps
     if schedule == "linear":
-        return floor + (1 - floor) * (1 - (step - 1 - w) / (total - w))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - 1 - w) / (total - w)))
+        return floor + (1 - floor) * (1 - steps_since_peak / steps_of_fall)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * steps_since_peak / steps_of_fall))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
@@ -67,32 +82,38 @@ def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def current_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group."""
+    """Returns the learning rate of the first group."""
     return optimizer.param_groups[0]["lr"]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The moments as `<parameter>.<moment>`; a parameter that was never updated has none."""
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment]
-        for name, parameter in parameters(optimizer).items()
-        for moment in optimizer.state.get(parameter, ())
-    }
+    """Returns the moments as `<parameter>.<moment>`; a parameter that was never updated has none."""
+    tensors = {}
+    for name, parameter in parameters(optimizer).items():
+        for moment, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{moment}"] = tensor
+    return tensors
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `state_tensors`."""
+    """Loads what `state_tensors` returned."""
     if isinstance(optimizer, AdamW8):  # PyTorch would convert its uint8 codes to floats
-        for name, parameter in parameters(optimizer).items():
-            found = {key.rpartition(".")[2]: key for key in tensors if key.rpartition(".")[0] == name}
-            optimizer.state[parameter] = {
-                moment: tensors.pop(key).to(parameter.device, copy=True) for moment, key in found.items()
-            }
+        _load_adamw8(optimizer, tensors)
         return
     state = optimizer.state_dict()
-    state["state"] = {
-        i: {moment: tensors[f"{name}.{moment}"] for moment in MOMENTS}
-        for i, name in enumerate(parameters(optimizer))
-        if f"{name}.step" in tensors
-    }
+    state["state"] = {}
+    for i, name in enumerate(parameters(optimizer)):
+        if f"{name}.step" in tensors:
+            state["state"][i] = {moment: tensors[f"{name}.{moment}"] for moment in MOMENTS}
     optimizer.load_state_dict(state)
+
+
+def _load_adamw8(optimizer: AdamW8, tensors: dict[str, Tensor]) -> None:
+    """Moves the tensors of each parameter to its device, one parameter at a time, and takes them out of `tensors`."""
+    for name, parameter in parameters(optimizer).items():
+        keys = [key for key in tensors if key.rpartition(".")[0] == name]
+        moments = {}
+        for key in keys:
+            moment = key.rpartition(".")[2]
+            moments[moment] = tensors.pop(key).to(parameter.device, copy=True)
+        optimizer.state[parameter] = moments

@@ -23,7 +23,7 @@ class Collapse(R3LiteError):
     """A limit of the guard was crossed once more after the last rollback."""
 
 
-class Validation(Protocol):
+class Validator(Protocol):
     """Measures the model on held-out questions."""
 
     def measure(self) -> tuple[dict, list[float] | None]:
@@ -33,53 +33,96 @@ class Validation(Protocol):
         """
 
 
+class NoOversight:
+    """The oversight of a run that is neither validated nor guarded, such as SFT: it does nothing between the steps."""
+
+    rate_scale = 1.0
+    can_go_back = False
+
+    def begin(self, done: int) -> dict | None:
+        return None
+
+    def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
+        return {}, False
+
+    def saved(self, step: int) -> None:
+        pass
+
+
+NO_OVERSIGHT = NoOversight()
+
+
 class Oversight:
-    """Between the steps of one run. What the guard has seen is among the parts of the run's state."""
+    """Validates, guards and rolls back one run. The numbers of the guard are among the parts of the run's state."""
 
     def __init__(
-        self, run: RunFolder, state: TrainState, guard: Guard, settings: ValidationSettings, total: int,
-        validation: Validation | None, spans: Spans | None = None,
-    ):  # fmt: skip
-        self.run, self.state, self.guard, self.settings = run, state, guard, settings
-        self.total, self.validation, self.spans = total, validation, spans
-        self.collapse: Collapse | None = None  # why the run must end
+        self,
+        run: RunFolder,
+        state: TrainState,
+        guard: Guard,
+        settings: ValidationSettings,
+        total: int,
+        validation: Validator | None,
+        spans: Spans | None = None,
+        penalizes_kl: bool = False,
+    ):
+        """`total` are the steps of the run. With `penalizes_kl`, --kl-beta is above 0, and a rollback raises it."""
+        self.run = run
+        self.state = state
+        self.guard = guard
+        self.settings = settings
+        self.total = total
+        self.validation = validation
+        self.spans = spans
+        self.penalizes_kl = penalizes_kl
+        self.collapse: Collapse | None = None  # the reason why the run must end
 
     @property
     def best(self) -> int | None:
         """The step with the best validation; None if there was none."""
-        return None if self.guard.best is None else self.guard.best.step
+        if self.guard.best is None:
+            return None
+        return self.guard.best.step
+
+    @property
+    def rate_scale(self) -> float:
+        """The factor of the learning rates after the rollbacks so far."""
+        return self.guard.rate_scale
 
     def begin(self, done: int) -> dict | None:
-        """Called after `run.begin`, with the steps taken; the metrics of a validation before the first step.
+        """Called after `run.begin`, with the steps taken; returns the record of a validation before the first step.
 
-        With these, a checkpoint must be written: of a run that gets worse in its first step it is the best one.
+        With it, a checkpoint must be written: of a run that gets worse in its first step it is the best one. None:
+        there is no such validation.
         """
         if self.best is not None and not self.run.keep(self.best):
-            lost = f"the best checkpoint, of step {self.best}, was deleted; the next validation counts as the best"
-            print(f"warning: {lost}", file=sys.stderr)
+            cause = f"the best checkpoint, of step {self.best}, was deleted"
+            print(f"warning: {cause}; the next validation counts as the best", file=sys.stderr)
             self.guard.best = None
         if self.validation is None or done or self.best is not None:
             return None
-        found, each = self._validate(0)
+        metrics, each = self._validate(0)
         if each is not None:
             self.guard.validated(0, each)
-        return {"step": 0, **found}
+        return {"step": 0, **metrics}
 
     @property
     def can_go_back(self) -> bool:
-        """Whether an alarm restores the weights of the best checkpoint, instead of only printing a warning."""
+        """Says if an alarm restores the weights of the best checkpoint, instead of only printing a warning."""
         return self.guard.settings.guard == "roll-back" and self.best is not None
 
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
-        """Called after each step with its metrics: further metrics, and whether a checkpoint must be written.
+        """Called after each step with its record; returns further metrics, and if a checkpoint must be written.
 
-        `failure`: why the step could not be taken to its end. It is an alarm, as is one of the validation, and raised
-        if there is no going back: weights that are nan stay nan.
+        `failure` is the error that ended the step early. It is an alarm, as is one of the validation, and raised if
+        there is no going back: weights that are nan stay nan.
         """
-        found, each = {}, None
-        if failure is None and self.validation and (step % self.settings.eval_every == 0 or step == self.total):
+        metrics: dict = {}
+        each = None
+        is_due = step % self.settings.eval_every == 0 or step == self.total
+        if failure is None and self.validation and is_due:
             try:
-                found, each = self._validate(step)
+                metrics, each = self._validate(step)
             except NotFinite as error:
                 failure = error
         if failure is None:
@@ -89,12 +132,13 @@ class Oversight:
         else:
             raise failure
         if self.validation is not None:
-            found["guard/rollbacks"] = self.guard.rollbacks
+            metrics["guard/rollbacks"] = self.guard.rollbacks
         must_save = self.best == step
         if alarm is not None:
-            found["guard/alarm"] = alarm.limit or "not_finite"
-            must_save |= self._heed(step, alarm)
-        return found, must_save
+            metrics["guard/alarm"] = alarm.limit or "not_finite"
+            restored = self._heed(step, alarm)
+            must_save = must_save or restored
+        return metrics, must_save
 
     def saved(self, step: int) -> None:
         """Called when the step's record and checkpoint are written; raises Collapse if the run must end."""
@@ -105,7 +149,7 @@ class Oversight:
             raise self.collapse
 
     def note(self) -> str:
-        """At the end of the run: which adapter is the best one, and where the last one is; empty without validation."""
+        """Says at the end of the run which adapter is the best and where the last one is; empty without validation."""
         best = self.guard.best
         if best is None:
             return ""
@@ -117,39 +161,42 @@ class Oversight:
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
         start = time.perf_counter()
         with span(self.spans, "validate"):
-            found, each = self.validation.measure()
+            metrics, each = self.validation.measure()
         if each is None:
-            failed = f"the retriever failed on {found['retrieval_failures']} validation questions"
-            _say(f"warning: step {step}: {failed}; it is ignored")
-        measured = {f"eval/{name}": value for name, value in found.items()}
-        return measured | {"time/validate": time.perf_counter() - start}, each
+            cause = f"the retriever failed on {metrics['retrieval_failures']} validation questions"
+            _say(f"warning: step {step}: {cause}; it is ignored")
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        named["time/validate"] = time.perf_counter() - start
+        return named, each
 
     def _heed(self, step: int, alarm: Alarm) -> bool:
-        """Prints an alarm and acts on it: warns, rolls back or ends the run; returns whether weights have changed."""
-        s, guard = self.guard.settings, self.guard
-        wrong = f"step {step}: {alarm.message}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
+        """Prints an alarm and acts on it: warns, rolls back or ends the run; returns if weights have changed."""
+        guard = self.guard
+        problem = f"step {step}: {alarm.message}"
+        if alarm.limit:
+            problem += f" ({flag(alarm.limit)})"
         if not self.can_go_back:
-            why = "" if s.guard == "warn" else "; a rollback needs --eval-data"
-            _say(f"warning: {wrong}: the run may be collapsing{why}")
+            hint = "" if guard.settings.guard == "warn" else "; a rollback needs --eval-data"
+            _say(f"warning: {problem}: the run may be collapsing{hint}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
         if self.best != step:  # whose checkpoint is yet to be written
             folder = self.run.output / f"checkpoint-{self.best}"
             self.state.go_back(self.run.ranks.shared(lambda: checkpoint.read(folder)))
-        if guard.rollbacks == s.guard_rollbacks:
+        if guard.rollbacks == guard.settings.guard_rollbacks:
             guard.forget()
             cause = f"the run collapsed again after {guard.rollbacks} rollbacks"
-            _say(f"{wrong}; {cause} and stops with the weights of {best}")
+            _say(f"{problem}; {cause} and stops with the weights of {best}")
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
             remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
-            remedy += f"{self.run.how_to_go_on} --guard off."
+            remedy += f"{self.run.resume_flags} --guard off."
             self.collapse = Collapse(f"{cause}: {alarm.message}", remedy)
             return True
         guard.rolled_back()
         scale = f"learning rate x {guard.rate_scale:g}"
-        if self.run.settings.get("kl_beta"):
+        if self.penalizes_kl:
             scale += f", KL weight x {guard.kl_scale:g}"
-        _say(f"{wrong}; rollback {guard.rollbacks} of {s.guard_rollbacks} to {best}, {scale}")
+        _say(f"{problem}; rollback {guard.rollbacks} of {guard.settings.guard_rollbacks} to {best}, {scale}")
         return True
 
 

@@ -17,15 +17,17 @@ from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, GROUPS, Checkpoint
 
-LATER = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
+OPTIONAL = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
 
 
 class Stateful(Protocol):
     """A part of a run that checkpoints keep: JSON values, and under `tensors` tensors by name."""
 
-    def state_dict(self) -> dict: ...
+    def state_dict(self) -> dict:
+        """Returns the state for a checkpoint."""
 
-    def load_state_dict(self, state: dict) -> None: ...
+    def load_state_dict(self, state: dict) -> None:
+        """Restores `state_dict`; raises R3LiteError if it is none."""
 
 
 @dataclass
@@ -46,66 +48,94 @@ class TrainState:
     ranks: Ranks = ALONE
 
     def update(self) -> tuple[float, bool]:
-        """One optimizer step on the gradients of all ranks, clipped together; see Precision.step."""
+        """Takes one optimizer step on the gradients of all ranks, clipped together.
+
+        Returns the norm before clipping and if the step was skipped; see Precision.step.
+        """
         if isinstance(self.optimizer, AdamW8):  # which has updated each weight during the backward pass
             return self.optimizer.finish(), False
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = list(optim.parameters(self.optimizer).values())
         self.precision.updating = True
         self.ranks.sum_gradients(parameters)
         return self.precision.step(self.optimizer, parameters, self.max_grad_norm)
 
     def weights_fingerprint(self) -> int:
-        """A checksum of the trainable weights."""
-        found = 0
+        """Returns a checksum of the trainable weights."""
+        checksum = 0
         for parameter in optim.parameters(self.optimizer).values():
-            found = zlib.crc32(parameter.detach().cpu().flatten().view(torch.uint8).numpy(), found)
-        return found
+            weights = parameter.detach().cpu().flatten().view(torch.uint8).numpy()
+            checksum = zlib.crc32(weights, checksum)
+        return checksum
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a step may change before its first weight update; for `rewind`."""
-        kept = {name: part.state_dict() for name, part in self.parts.items()}
-        return {"random": random_state(), "kept": kept, "num_tokens": self.num_tokens, "seconds": self.seconds}
+        """Returns all that a step may change before its first weight update; for `rewind`."""
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return {
+            "random": random_state(),
+            "kept": parts,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+        }
 
     def rewind(self, snapshot: dict[str, Any]) -> None:
         """Undoes a step that has not changed a weight."""
         set_random_state(snapshot["random"])
         self._load_parts(snapshot["kept"])
-        self.num_tokens, self.seconds = snapshot["num_tokens"], snapshot["seconds"]
+        self.num_tokens = snapshot["num_tokens"]
+        self.seconds = snapshot["seconds"]
 
     def checkpoint(self, step: int, run: dict) -> Checkpoint:
-        """The checkpoint after step `step`; `run` identifies the run (command, settings, base)."""
+        """Returns the checkpoint after step `step`; `run` identifies the run (command, settings, base)."""
         snapshot = self.snapshot()
         tensors = {
             "weights": optim.parameters(self.optimizer),
             "optimizer": optim.state_tensors(self.optimizer),
             "random": snapshot.pop("random"),
         }
-        for name, state in snapshot["kept"].items():
-            if "tensors" in state:
-                tensors[name] = state.pop("tensors")
-        described = {"step": step, **run, "precision": self.precision.state_dict()}
-        described |= {"data": self.data, "inputs": self.inputs}
-        return Checkpoint(step, tensors, described | snapshot)
+        for name, part in snapshot["kept"].items():
+            if "tensors" in part:
+                tensors[name] = part.pop("tensors")
+        state = {
+            "step": step,
+            **run,
+            "precision": self.precision.state_dict(),
+            "data": self.data,
+            "inputs": self.inputs,
+            **snapshot,
+        }
+        return Checkpoint(step, tensors, state)
 
     def restore(self, loaded: Checkpoint) -> None:
         """Loads a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
+        state = loaded.state
         remedy = "Restore it, or start a new run with another --output."
-        refuse_other_inputs(loaded.state.get("inputs", {}), self.inputs, remedy)
-        self.precision.load_state_dict(loaded.state["precision"])
-        parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
-        ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
-        wrong = {name for name, _ in ours.items() ^ theirs.items()}
-        if wrong:
-            cause = f"the checkpoint and this run have different weights: {len(wrong)} differ, such as {min(wrong)}"
-            raise R3LiteError(cause, "Resume with the first run's --model, --adapter and LoRA settings.")
-        if loaded.state["data"] != self.data:
+        refuse_other_inputs(state.get("inputs", {}), self.inputs, remedy)
+        self.precision.load_state_dict(state["precision"])
+        self._check_weights(loaded.tensors["weights"])
+        if state["data"] != self.data:
             remedy = "Resume with the first run's --data, tokenizer and prompts, or start a new run with --adapter."
             raise R3LiteError("the data have changed since the run started", remedy)
-        in_files = {name: {"tensors": loaded.tensors[name]} for name in loaded.tensors if name not in GROUPS}
-        self._load_parts({name: state | in_files.get(name, {}) for name, state in loaded.state["kept"].items()})
+        parts = {}
+        for name, part in state["kept"].items():
+            parts[name] = dict(part)
+            if name in loaded.tensors and name not in GROUPS:
+                parts[name]["tensors"] = loaded.tensors[name]
+        self._load_parts(parts)
         self.go_back(loaded)
         set_random_state(loaded.tensors["random"])
-        self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
+        self.num_tokens = state["num_tokens"]
+        self.seconds = state["seconds"]
+
+    def _check_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Raises R3LiteError unless a checkpoint's weights have the names and shapes of this run's."""
+        parameters = optim.parameters(self.optimizer)
+        run_shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        checkpoint_shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        different = {name for name, _ in run_shapes.items() ^ checkpoint_shapes.items()}
+        if different:
+            count = len(different)
+            cause = f"the checkpoint and this run have different weights: {count} differ, such as {min(different)}"
+            raise R3LiteError(cause, "Resume with the first run's --model, --adapter and LoRA settings.")
 
     def go_back(self, loaded: Checkpoint) -> None:
         """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
@@ -114,19 +144,23 @@ class TrainState:
                 parameter.copy_(loaded.tensors["weights"][name])
         optim.load_state_tensors(self.optimizer, loaded.tensors["optimizer"])
 
-    def _load_parts(self, kept: dict[str, dict]) -> None:
+    def _load_parts(self, states: dict[str, dict]) -> None:
         for name, part in self.parts.items():
-            if name in LATER and name not in kept:
+            if name in OPTIONAL and name not in states:
                 continue
-            if name not in kept:
+            if name not in states:
                 raise R3LiteError(f"the checkpoint has no state of {name}", "Start a new run with --adapter.")
-            part.load_state_dict(kept[name])
+            part.load_state_dict(states[name])
 
-    def differences(self, kept: dict[str, dict]) -> list[str]:
-        """The values of the parts that differ from a checkpoint's, such as `memory.loss_chunk 128 -> 64`."""
-        return [
-            f"{name}.{key} {kept[name][key]} -> {value}"
-            for name, part in self.parts.items()
-            for key, value in part.state_dict().items()
-            if kept.get(name, {}).get(key, value) != value
-        ]
+    def differences(self, states: dict[str, dict]) -> list[str]:
+        """Returns the values of the parts that differ from a checkpoint's, such as `memory.loss_chunk 128 -> 64`.
+
+        `states` are those of the checkpoint's parts, by name.
+        """
+        changes = []
+        for name, part in self.parts.items():
+            saved = states.get(name, {})
+            for key, value in part.state_dict().items():
+                if key in saved and saved[key] != value:
+                    changes.append(f"{name}.{key} {saved[key]} -> {value}")
+        return changes

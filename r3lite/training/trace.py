@@ -12,9 +12,11 @@ from pathlib import Path
 
 from r3lite.core.files import read_text, write_text
 from r3lite.core.spans import MAIN, Span, Spans
+from r3lite.settings import TrackSettings
 from r3lite.training.metrics import writing
 
-CHROME, OPENTELEMETRY = "trace.json", "spans.jsonl"
+CHROME = "trace.json"
+OPENTELEMETRY = "spans.jsonl"
 REMEDY = "Move it away, or remove --track-spans."
 SERVICE = "r3lite"
 INTERNAL = 1  # OpenTelemetry's kind of a span that calls no other service
@@ -22,26 +24,36 @@ CLOSED = "\n]\n"
 
 
 class ChromeTrace:
-    """`trace.json`, one event a line, which chrome://tracing and ui.perfetto.dev open. It is whole JSON after each
-    step; both read it without the bracket at its end, too, which a kill may take away."""
+    """`trace.json`, one event a line, which chrome://tracing and ui.perfetto.dev open.
+
+    It is complete JSON after each step; both read it without the bracket at its end, too, which a kill may take away.
+    """
 
     def __init__(self, path: Path, command: str, done: int):
-        self.path, events = path, _events(path, done)
-        self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+        self.path = path
+        events = _events(path, done)
+        self._tracks = {}
+        for event in events:
+            if event["name"] == "thread_name":
+                self._tracks[event["args"]["name"]] = event["tid"]
         if not events:
-            events = [_named("process_name", 1, f"{SERVICE} {command}: {path.absolute().parent.name}")]
-        write_text(path, "[\n" + ",\n".join(map(json.dumps, events)) + CLOSED)
+            run = f"{SERVICE} {command}: {path.absolute().parent.name}"
+            events = [_naming_event("process_name", tid=1, name=run)]
+        lines = ",\n".join(json.dumps(event) for event in events)
+        write_text(path, "[\n" + lines + CLOSED)
 
     def write(self, step: int, spans: list[Span]) -> None:
+        """Appends the spans of a step."""
         events = []
-        # The run first, and episode 9 before episode 10.
-        for track in sorted({span.track for span in spans} - self._tracks.keys(), key=lambda t: (t != MAIN, len(t), t)):
+        new_tracks = {span.track for span in spans} - self._tracks.keys()
+        for track in sorted(new_tracks, key=_track_order):
             self._tracks[track] = len(self._tracks) + 1
-            events.append(_named("thread_name", self._tracks[track], track))
+            events.append(_naming_event("thread_name", tid=self._tracks[track], name=track))
         events += [_for_chrome(step, self._tracks[span.track], span) for span in spans]
+        lines = "".join(",\n" + json.dumps(event) for event in events)
         with writing(self.path), open(self.path, "rb+") as file:
             file.seek(-len(CLOSED), os.SEEK_END)
-            file.write("".join(",\n" + json.dumps(event) for event in events).encode() + CLOSED.encode())
+            file.write(lines.encode() + CLOSED.encode())
 
 
 class OpenTelemetryLines:
@@ -49,12 +61,21 @@ class OpenTelemetryLines:
 
     def __init__(self, path: Path, command: str, done: int):
         self.path = path
-        run = {"service.name": SERVICE, "r3lite.core.command": command, "r3lite.run": path.absolute().parent.name}
+        run = {
+            "service.name": SERVICE,
+            "r3lite.core.command": command,
+            "r3lite.run": path.absolute().parent.name,
+        }
         self._resource = {"attributes": _attributes(run)}
-        write_text(path, "".join(line + "\n" for line, step in _lines(path) if step <= done) if done else "")
+        lines = []
+        if done:
+            lines = [line + "\n" for line, step in _lines(path) if step <= done]
+        write_text(path, "".join(lines))
 
     def write(self, step: int, spans: list[Span]) -> None:
-        scope = {"scope": {"name": SERVICE}, "spans": [_for_opentelemetry(step, span) for span in spans]}
+        """Appends the spans of a step."""
+        described = [_for_opentelemetry(step, span) for span in spans]
+        scope = {"scope": {"name": SERVICE}, "spans": described}
         line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         with writing(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -64,36 +85,61 @@ LAYOUTS = {"chrome": (CHROME, ChromeTrace), "opentelemetry": (OPENTELEMETRY, Ope
 
 
 class SpanLog:
-    """Writes what a run records, step by step; without spans it does nothing."""
+    """Writes the spans of a run, step by step."""
 
-    def __init__(self, spans: Spans | None, settings: dict, output: Path, command: str, done: int):
-        self.spans = spans
-        if spans:
-            name, layout = LAYOUTS[settings["track_spans"]]
-            self._file = layout(output / name, command, done)
+    def __init__(self, spans: Spans, file: ChromeTrace | OpenTelemetryLines):
+        self._spans = spans
+        self._file = file
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Records a step, and writes its spans when it is over, also if it is left early."""
-        if not self.spans:
-            yield
-            return
         try:
-            with self.spans.span("step"):
+            with self._spans.span("step"):
                 yield
         finally:
             self.write(number)
 
     def write(self, number: int) -> None:
-        """Writes what was recorded since the last time, as of step `number`."""
-        if self.spans:
-            self._file.write(number, self.spans.take())
+        """Writes the spans that were recorded since the last time, as of step `number`."""
+        self._file.write(number, self._spans.take())
+
+
+class NoSpanLog:
+    """The log of a run without --track-spans."""
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def write(self, number: int) -> None:
+        pass
+
+
+def open_span_log(
+    spans: Spans | None,
+    tracking: TrackSettings,
+    output: Path,
+    command: str,
+    done: int,
+) -> SpanLog | NoSpanLog:
+    """Opens the file that --track-spans names, in the folder of a run of `command` that stands at step `done`."""
+    if spans is None:
+        return NoSpanLog()
+    name, layout = LAYOUTS[tracking.track_spans]
+    return SpanLog(spans, layout(output / name, command, done))
+
+
+def _track_order(track: str) -> tuple[bool, int, str]:
+    """Sorts the run before episodes, and episode 9 before episode 10."""
+    return track != MAIN, len(track), track
 
 
 def _events(path: Path, done: int) -> list[dict]:
     """The events of a trace up to a step; a line torn by a kill is left out."""
+    if not done or not path.exists():
+        return []
     events = []
-    for line in read_text(path, REMEDY).splitlines() if done and path.exists() else ():
+    for line in read_text(path, REMEDY).splitlines():
         with contextlib.suppress(ValueError):
             event = json.loads(line.rstrip(","))
             if isinstance(event, dict) and event["args"].get("step", 0) <= done:
@@ -102,36 +148,58 @@ def _events(path: Path, done: int) -> list[dict]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Whole lines and their steps."""
-    for line in read_text(path, REMEDY).splitlines() if path.exists() else ():
+    """The lines that a kill has not torn, and their steps."""
+    if not path.exists():
+        return
+    for line in read_text(path, REMEDY).splitlines():
         with contextlib.suppress(ValueError):
-            attributes = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"]
+            scope = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]
+            attributes = scope["spans"][0]["attributes"]
             yield line, int(attributes[0]["value"]["intValue"])
 
 
-def _named(what: str, tid: int, name: str) -> dict:
-    return {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
+def _naming_event(kind: str, tid: int, name: str) -> dict:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
 
 
 def _for_chrome(step: int, tid: int, span: Span) -> dict:
     """The keys of a complete event; times are in microseconds."""
     return {
-        "name": span.name, "cat": SERVICE, "ph": "X", "pid": 1, "tid": tid, "ts": span.start / 1000,
-        "dur": (span.end - span.start) / 1000, "args": {"step": step, **span.attributes},
-    }  # fmt: skip
+        "name": span.name,
+        "cat": SERVICE,
+        "ph": "X",
+        "pid": 1,
+        "tid": tid,
+        "ts": span.start / 1000,
+        "dur": (span.end - span.start) / 1000,
+        "args": {"step": step, **span.attributes},
+    }
 
 
 def _for_opentelemetry(step: int, span: Span) -> dict:
     """The keys of OTLP's JSON: ids in hexadecimal, 64-bit numbers as text; the step comes first."""
     parent = {"parentSpanId": span.parent} if span.parent else {}
+    attributes = {"r3lite.step": step, "thread.name": span.track, **span.attributes}
     return {
-        "traceId": span.trace, "spanId": span.id, **parent, "name": span.name, "kind": INTERNAL,
-        "startTimeUnixNano": str(span.start), "endTimeUnixNano": str(span.end),
-        "attributes": _attributes({"r3lite.step": step, "thread.name": span.track, **span.attributes}),
-    }  # fmt: skip
+        "traceId": span.trace,
+        "spanId": span.id,
+        **parent,
+        "name": span.name,
+        "kind": INTERNAL,
+        "startTimeUnixNano": str(span.start),
+        "endTimeUnixNano": str(span.end),
+        "attributes": _attributes(attributes),
+    }
 
 
-def _attributes(values: dict) -> list[dict]:
-    kinds = {int: "intValue", float: "doubleValue", str: "stringValue"}
-    texts = {key: str(value) if isinstance(value, int) else value for key, value in values.items()}
-    return [{"key": key, "value": {kinds[type(value)]: texts[key]}} for key, value in values.items()]
+def _attributes(values: dict[str, int | float | str]) -> list[dict]:
+    attributes = []
+    for key, value in values.items():
+        if isinstance(value, int):
+            typed_value = {"intValue": str(value)}
+        elif isinstance(value, float):
+            typed_value = {"doubleValue": value}
+        else:
+            typed_value = {"stringValue": value}
+        attributes.append({"key": key, "value": typed_value})
+    return attributes

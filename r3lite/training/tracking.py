@@ -6,9 +6,11 @@ metrics.jsonl stays the record of the run; these are copies of it for people who
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from r3lite.core.errors import explained
 from r3lite.core.files import read_text, write_text
+from r3lite.settings import TrackSettings
 
 WANDB_ID = "wandb-id.txt"  # a resumed run goes on in the same place
 
@@ -16,29 +18,47 @@ WANDB_ID = "wandb-id.txt"  # a resumed run goes on in the same place
 class Tracker:
     """Hands each record on; what is not a number is left out."""
 
-    def __init__(self, write: Callable[[dict[str, float], int], None], close: Callable[[], None]):
-        self._write, self.close = write, close
+    def __init__(
+        self,
+        write: Callable[[dict[str, float], int], None],
+        close: Callable[[], None],
+    ):
+        """`write` is called with the numbers of a step and the step."""
+        self._write = write
+        self.close = close
 
     def write(self, record: dict) -> None:
-        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        self._write({name: value for name, value in numbers.items() if name != "step"}, record["step"])
+        """Writes the numbers of a step's record."""
+        numbers = {}
+        for name, value in record.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and name != "step":
+                numbers[name] = value
+        self._write(numbers, record["step"])
 
 
-def build_tracker(settings: dict, output: Path, done: int) -> Tracker | None:
-    """The tracker that --track names, for a run that stands at step `done`; None without one.
+def build_tracker(
+    tracking: TrackSettings,
+    settings: dict[str, Any],
+    output: Path,
+    done: int,
+) -> Tracker:
+    """Returns the tracker that --track names, which is not none, for a run that stands at step `done`.
 
-    Raises R3LiteError if the service cannot be reached or refuses.
+    `settings` are all of the run's, which Weights & Biases shows. Raises R3LiteError if the service cannot be reached
+    or refuses.
     """
-    if settings["track"] == "tensorboard":
+    if tracking.track == "tensorboard":
         return _tensorboard(output, done)
-    return _wandb(settings, output, done) if settings["track"] == "wandb" else None
+    return _wandb(tracking, settings, output=output, done=done)
 
 
 def _tensorboard(output: Path, done: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What was written beyond the checkpoint that the run goes on from is hidden.
-    writer = SummaryWriter(str(output / "tensorboard"), purge_step=done + 1 if done else None)
+    # Numbers beyond the checkpoint that the run goes on from are hidden.
+    hidden_from = done + 1 if done else None
+    writer = SummaryWriter(str(output / "tensorboard"), purge_step=hidden_from)
 
     def write(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -49,16 +69,30 @@ def _tensorboard(output: Path, done: int) -> Tracker:
     return Tracker(write, writer.close)
 
 
-def _wandb(settings: dict, output: Path, done: int) -> Tracker:
+def _wandb(
+    tracking: TrackSettings,
+    settings: dict[str, Any],
+    output: Path,
+    done: int,
+) -> Tracker:
     import wandb
 
     path = output / WANDB_ID
-    known = read_text(path, "Delete it to start a new Weights & Biases run.").strip() if path.exists() else None
-    place = {"project": settings["track_project"], "name": settings["track_name"] or output.name, "dir": str(output)}
-    resumed = {"id": known if done else None, "resume": "allow" if known and done else None}
+    run_id = None  # of the run to go on in
+    if path.exists():
+        saved_id = read_text(path, "Delete it to start a new Weights & Biases run.").strip()
+        if done:
+            run_id = saved_id
     remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or remove --track."
     with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy):
-        run = wandb.init(**place, **resumed, config=settings)
+        run = wandb.init(
+            project=tracking.track_project,
+            name=tracking.track_name or output.name,
+            dir=str(output),
+            id=run_id,
+            resume="allow" if run_id else None,
+            config=settings,
+        )
     write_text(path, run.id + "\n")
 
     def write(numbers: dict[str, float], step: int) -> None:

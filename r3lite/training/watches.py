@@ -7,68 +7,123 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LEAST_RIGHT = 8  # episodes with a right answer, whose likelihood is compared
+MIN_RIGHT = 8  # episodes with a right answer, whose likelihood is compared
 Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Watch:
-    """A quantity of each round, how its limit is meant, and how it is worded."""
+    """A quantity of each round, the meaning of its limit, and its wording."""
 
     limit: str  # the setting
     quantity: str  # a key of `watched`
-    beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
+    beyond: Callable[[float, float, float, float], bool]  # of (value, start, limit, min_change)
     message: str  # with the place of the figure
     form: str  # of the figure
-    least: float = 0.0  # a change that is smaller than this is never beyond the limit
+    min_change: float = 0.0  # a change that is smaller than this is never beyond the limit
 
-    def crossed(self, now: float, start: float, limit: float) -> str | None:
-        """What is wrong; None if nothing is."""
-        if not self.beyond(now, start, limit, self.least):
+    def crossed(self, value: float, start: float, limit: float) -> str | None:
+        """Returns a message if a value is beyond the limit, compared with that at the start; else None."""
+        if not self.beyond(value, start, limit, self.min_change):
             return None
-        return f"{self.message.format(self.form.format(now))} ({self.form.format(start)} at the start)"
+        message = self.message.format(self.form.format(value))
+        return f"{message} ({self.form.format(start)} at the start)"
 
 
-def risen(now: float, start: float, limit: float, least: float) -> bool:
-    return now - start > limit
+def risen(value: float, start: float, limit: float, min_change: float) -> bool:
+    return value - start > limit
 
 
-def grown(now: float, start: float, limit: float, least: float) -> bool:
-    return now > start * limit and now - start >= least
+def grown(value: float, start: float, limit: float, min_change: float) -> bool:
+    return value > start * limit and value - start >= min_change
 
 
-def shrunk(now: float, start: float, limit: float, least: float) -> bool:
-    return now < start / limit and start - now >= least
+def shrunk(value: float, start: float, limit: float, min_change: float) -> bool:
+    return value < start / limit and start - value >= min_change
 
 
-def changed(now: float, start: float, limit: float, least: float) -> bool:
-    return grown(now, start, limit, least) or shrunk(now, start, limit, least)
+def changed(value: float, start: float, limit: float, min_change: float) -> bool:
+    bounds = {"limit": limit, "min_change": min_change}
+    return grown(value, start, **bounds) or shrunk(value, start, **bounds)
 
 
-def above(now: float, start: float, limit: float, least: float) -> bool:
-    return now > limit
+def above(value: float, start: float, limit: float, min_change: float) -> bool:
+    return value > limit
 
 
 WATCHES = (
-    Watch("guard_malformed", "malformed", risen, "{} of the episodes are malformed or cut off", "{:.0%}"),
-    Watch("guard_queries", "queries", risen, "{} of the episodes have a blank or repeated query", "{:.0%}"),
-    Watch("guard_searches", "searches", changed, "there are {} searches per episode", "{:.2f}", least=0.5),
-    Watch("guard_length", "length", changed, "the episodes have {} sampled tokens", "{:.0f}", least=32),
-    Watch("guard_repetition", "repetition", risen, "{} of the 4-grams within a turn are repeated", "{:.0%}"),
-    Watch("guard_entropy_rise", "entropy", grown, "the entropy is {} nats per token", "{:.3g}", least=0.2),
-    Watch("guard_entropy_fall", "entropy", shrunk, "the entropy is {} nats per token", "{:.3g}"),
-    Watch("guard_kl", "kl", above, "the KL divergence is {} nats per token", "{:.3g}"),
+    Watch(
+        limit="guard_malformed",
+        quantity="malformed",
+        beyond=risen,
+        message="{} of the episodes are malformed or cut off",
+        form="{:.0%}",
+    ),
+    Watch(
+        limit="guard_queries",
+        quantity="queries",
+        beyond=risen,
+        message="{} of the episodes have a blank or repeated query",
+        form="{:.0%}",
+    ),
+    Watch(
+        limit="guard_searches",
+        quantity="searches",
+        beyond=changed,
+        message="there are {} searches per episode",
+        form="{:.2f}",
+        min_change=0.5,
+    ),
+    Watch(
+        limit="guard_length",
+        quantity="length",
+        beyond=changed,
+        message="the episodes have {} sampled tokens",
+        form="{:.0f}",
+        min_change=32,
+    ),
+    Watch(
+        limit="guard_repetition",
+        quantity="repetition",
+        beyond=risen,
+        message="{} of the 4-grams within a turn are repeated",
+        form="{:.0%}",
+    ),
+    Watch(
+        limit="guard_entropy_rise",
+        quantity="entropy",
+        beyond=grown,
+        message="the entropy is {} nats per token",
+        form="{:.3g}",
+        min_change=0.2,
+    ),
+    Watch(
+        limit="guard_entropy_fall",
+        quantity="entropy",
+        beyond=shrunk,
+        message="the entropy is {} nats per token",
+        form="{:.3g}",
+    ),
+    Watch(
+        limit="guard_kl",
+        quantity="kl",
+        beyond=above,
+        message="the KL divergence is {} nats per token",
+        form="{:.3g}",
+    ),
 )
 
 
 def watched(record: dict) -> Numbers:
-    """The watched quantities of a round, from its metrics; None for those that it lacks."""
+    """Returns the watched quantities of a round, from its metrics; None for those that it lacks."""
 
     def total(*names: str) -> float | None:
         values = [record.get(name) for name in names]
-        return None if None in values else sum(values)
+        if None in values:
+            return None
+        return sum(values)
 
-    found = {
+    quantities = {
         "malformed": total("malformed_ratio", "completions/clipped_ratio"),
         "queries": total("queries/blank_ratio", "queries/repeated_ratio"),
         "searches": record.get("searches"),
@@ -85,22 +140,33 @@ def watched(record: dict) -> Numbers:
         "right": record.get("completions/right"),
         "right_likelihood": record.get("logps/right"),
     }
-    return {name: None if x is None or not math.isfinite(x) else float(x) for name, x in found.items()}
+    numbers: Numbers = {}
+    for name, value in quantities.items():
+        is_number = value is not None and math.isfinite(value)
+        numbers[name] = float(value) if is_number else None
+    return numbers
 
 
 def without_variance(record: dict) -> float | None:
-    """Share of a round's groups whose rewards are all equal, those that were replaced included."""
-    if sampled := record.get("refill/groups"):
-        return 1 - record["refill/kept"] / sampled
-    return record.get("frac_reward_zero_std")
+    """Returns the share of a round's groups whose rewards are all equal, those that were replaced included."""
+    sampled = record.get("refill/groups")
+    if not sampled:
+        return record.get("frac_reward_zero_std")
+    return 1 - record["refill/kept"] / sampled
 
 
 def right_likelihood(rounds: Sequence[Numbers]) -> float | None:
-    """Mean over the right episodes of as few of the newest rounds as have LEAST_RIGHT; None if all have fewer."""
-    total = count = 0.0
+    """Returns the mean log-probability of right episodes, in as few of the newest rounds as have MIN_RIGHT of them.
+
+    None if all rounds together have fewer.
+    """
+    total = 0.0
+    count = 0.0
     for numbers in reversed(rounds):
-        if (mean := numbers.get("right_likelihood")) is not None:
-            total, count = total + numbers["right"] * mean, count + numbers["right"]
-        if count >= LEAST_RIGHT:
+        mean = numbers.get("right_likelihood")
+        if mean is not None:
+            total += numbers["right"] * mean
+            count += numbers["right"]
+        if count >= MIN_RIGHT:
             return total / count
     return None

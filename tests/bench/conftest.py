@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from bench.simulated_cuda import SimulatedCuda
+from bench.stress.simulated_cuda import SimulatedCuda
 from r3lite.models.weights import resolve_folder
 
 VOCABULARY = 1024

@@ -10,7 +10,7 @@ from bench import counted, full_length, kernels, kernels_page, options, records
 from bench.by_layer import PRODUCTS, Split, cost, moved, seconds, split
 from bench.contest import OURS
 from bench.counted import MERGED, MODEL, PEFT, RECOMPUTED, Work
-from bench.simulation.counts import Counts
+from bench.stress.simulation.counts import Counts
 from r3lite.devices.cards import Speeds
 from r3lite.devices.precision import dtype_name
 from r3lite.memory import duration

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import load
+from bench.stress import load
 
 
 def test_requests_that_a_restart_delayed_are_counted_apart():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.simulated_cuda import SimulatedCuda
+from bench.stress.simulated_cuda import SimulatedCuda
 from r3lite.models.functions import rms_norm
 from r3lite.rl.losses import sampling_metrics
 

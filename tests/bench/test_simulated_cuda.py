@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.simulated_cuda import GIB, SimulatedCuda
+from bench.stress.simulated_cuda import GIB, SimulatedCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
 CUDA = torch.device("cuda", 0)
@@ -273,6 +273,16 @@ def test_after_the_block_all_is_as_before():
 
 
 def test_a_module_is_run_as_python_does():
-    command = [sys.executable, "-m", "bench.simulated_cuda", "-m", "r3lite.plan", "--model", "tiny", "--device", "cuda"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.stress.simulated_cuda",
+        "-m",
+        "r3lite.plan",
+        "--model",
+        "tiny",
+        "--device",
+        "cuda",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "context" in ran.stdout and '"kernels": 0' in ran.stderr

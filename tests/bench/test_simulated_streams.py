@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.simulation.streams import Unordered
+from bench.stress.simulation.streams import Unordered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
 CUDA = torch.device("cuda", 0)

@@ -229,7 +229,7 @@ def test_all_end_and_the_step_before_is_saved(processes, toy, tmp_path, victim, 
         assert "without one it was killed" in said
     elif not agent:
         assert "r3lite.sft stopped: rank 1 has ended: Terminated" in said
-    (kept,) = checkpoint.all_of(tmp_path / "run")
+    (kept,) = checkpoint.folders_by_step(tmp_path / "run")
     assert f"step {kept} is saved" in said and len(metrics.read(tmp_path / "run" / metrics.FILE)) == kept
     whole(processes, ("sft", sft(toy, tmp_path / "whole", *more)))
     whole(processes, ("sft", sft(toy, tmp_path / "run", *more, "--resume", "auto")))

@@ -226,7 +226,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     assert "r3lite.sft stopped: the device ran out of memory, and no size can be reduced further" in told
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
     assert "Close other programs that use the GPU and continue with --resume auto" in told and "Traceback" not in told
-    assert list(checkpoint.all_of(tmp_path / "run")) == ([] if failed == 1 else [2])
+    assert list(checkpoint.folders_by_step(tmp_path / "run")) == ([] if failed == 1 else [2])
     assert ("saved step 2; continue with" in told) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
     one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
@@ -247,7 +247,7 @@ def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monk
     failing(monkeypatch, Learner, "loss", {4})  # two mini-batches of one pass each: the second round's second
     memory = ["--recompute-layers", "2", "--loss-chunk", "16", "--mlp-tile", "32", "--micro-batch-tokens", "4096"]
     assert run_rl(toy, tmp_path / "run", *memory, "--save-every", "1") == 1
-    assert list(checkpoint.all_of(tmp_path / "run")) == [1]
+    assert list(checkpoint.folders_by_step(tmp_path / "run")) == [1]
 
 
 def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_path, monkeypatch, capsys, paid):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.simulated_cuda import SimulatedCuda
+from bench.stress.simulated_cuda import SimulatedCuda
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.live_tensors import LiveTensors
 from r3lite.models import activation_checkpointing

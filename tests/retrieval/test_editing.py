@@ -44,7 +44,7 @@ def build(folder, documents, kind="flat"):
 
 @pytest.fixture
 def opened(monkeypatch):
-    monkeypatch.setattr(index, "make_encoder", lambda *_: Drawn())
+    monkeypatch.setattr(index, "make_encoder", lambda *_, **__: Drawn())
     return lambda folder: index.load(folder, encoder_settings("drawn"))
 
 

@@ -93,7 +93,7 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, tmp_path, name, pa
 
 def test_the_passages_of_an_index_are_searched_without_its_encoder(tmp_path, monkeypatch):
     save(tmp_path / "i", DOCUMENTS)
-    monkeypatch.setattr(index, "make_encoder", lambda *_: pytest.fail("an encoder was loaded"))
+    monkeypatch.setattr(index, "make_encoder", lambda *_, **__: pytest.fail("an encoder was loaded"))
     settings = RetrievalSettings(retriever="lexical", index=str(tmp_path / "i"), encoder="no/such")
     assert build_retriever(Setup(settings, []))([(Question("q", "?", ()), "red")]) == [[DOCUMENTS[2]]]
     (tmp_path / "i" / "passages.jsonl").write_text('{"id": "a", "text": "another"}')

@@ -43,7 +43,7 @@ def local():
 @pytest.fixture
 def served(local, running):
     rerank = lambda pairs: [float(len(document)) for _, document in pairs]  # noqa: E731
-    return running(server.Server(server.Service(local, rerank, 5), "127.0.0.1", 0))
+    return running(server.Server(server.RetrievalService(local, rerank, 5), "127.0.0.1", 0))
 
 
 def ask(url: str, body, path: str = "/retrieve") -> tuple[int, dict]:
@@ -64,7 +64,7 @@ def test_its_end_waits_for_the_answer_under_way_and_lets_no_other_begin(local):
         assert goes_on.wait(10)
         return local(pairs)
 
-    made = server.Server(server.Service(slow, None, 5), "127.0.0.1", 0)
+    made = server.Server(server.RetrievalService(slow, None, 5), "127.0.0.1", 0)
     threading.Thread(target=made.serve_forever, daemon=True).start()
     with ThreadPoolExecutor(2) as pool:
         under_way = pool.submit(ask, f"http://127.0.0.1:{made.server_port}", {"queries": ["Town 3"]})
@@ -122,7 +122,7 @@ def test_reranking_as_a_service(served, local, running):
     assert status == 200 and reply["result"] == [{"index": i, "score": float(len(documents[i]))} for i in (1, 0, 2)]
     assert (
         ask(
-            running(server.Server(server.Service(local, None, 5), "127.0.0.1", 0)),
+            running(server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", 0)),
             {"query": "q", "documents": []},
             "/rerank",
         )[0]
@@ -175,7 +175,7 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
         ({"queries": ["a"], "topk": 6}, 400, "at most 4096 queries and 5 documents"),
         ({"queries": ["a"] * 4097}, 400, "at most 4096 queries"),
         ({"queries": ["a"], "topk": 0}, 400, "topk"),
-        (b"x" * (server.Service.largest + 1), 413, "at most 4 MiB"),
+        (b"x" * (server.RetrievalService.largest + 1), 413, "at most 4 MiB"),
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(served, body, status, told):
@@ -199,7 +199,7 @@ def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
     def retrieve(pairs):
         return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
 
-    found = over_http(running(server.Server(server.Service(retrieve, None, 5), "127.0.0.1", 0)))(
+    found = over_http(running(server.Server(server.RetrievalService(retrieve, None, 5), "127.0.0.1", 0)))(
         [(QUESTION, "bad"), (QUESTION, "good")]
     )
     assert isinstance(found[0], Failure) and "503" in found[0].reason and "the disk is gone" in found[0].reason
@@ -326,10 +326,10 @@ def test_settings_that_contradict_each_other(settings, told):
 
 
 def test_an_address_that_is_taken_is_told(local, running):
-    made = server.Server(server.Service(local, None, 5), "127.0.0.1", 0)
+    made = server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", 0)
     running(made)
     with pytest.raises(R3LiteError, match="cannot listen on"):
-        server.Server(server.Service(local, None, 5), "127.0.0.1", made.server_port)
+        server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", made.server_port)
 
 
 def test_the_command_serves_an_index_until_it_is_interrupted(tmp_path, capsys, monkeypatch):

@@ -77,7 +77,7 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
     for name, documents in (("all", [HARBOR, OSLO]), ("news", [LEE])):
         save(tmp_path / name, documents, str(minilm), "plain")
     make = index.make_encoder
-    monkeypatch.setattr(index, "make_encoder", lambda *given: loaded.append(given) or make(*given))
+    monkeypatch.setattr(index, "make_encoder", lambda *given, **named: loaded.append(given) or make(*given, **named))
     given = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
     routes = retriever(**given)
     assert len(loaded) == 1

@@ -8,7 +8,8 @@ from r3lite.core.spans import Spans
 from r3lite.llm.cache import digest
 from r3lite.llm.client import Client
 from r3lite.rewards.judge import Judge, build_judge, request_for
-from r3lite.rewards.reward import StepVerdict, Verdict, score
+from r3lite.rewards.reward import score
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
 

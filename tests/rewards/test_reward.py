@@ -7,7 +7,8 @@ from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
-from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
+from r3lite.rewards.reward import Scored, score
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import ProtocolSettings, RewardSettings
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))

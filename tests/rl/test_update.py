@@ -52,7 +52,7 @@ def test_a_round_takes_clipped_steps(batch, setup, model, limit):
     made = setup("ppo", update_epochs=STEPS, kl_beta=0.0)
     learner, seen = made.learner, []
     named = [lora.adapter_parameters(model, "policy"), dict(learner.value_head.named_parameters())]
-    optimizer = optim.adamw([optim.Group(p, rate) for p, rate in zip(named, RATES, strict=True)], DECAY)
+    optimizer = optim.adamw([optim.ParameterGroup(p, rate) for p, rate in zip(named, RATES, strict=True)], DECAY)
     state = TrainState(optimizer, learner.precision, max_grad_norm=limit, save_adapter=Path.mkdir)
     before = [[p.detach().clone() for p in group.values()] for group in named]
 

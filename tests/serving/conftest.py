@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import Answer
+from r3lite.serving.asks import ServedAnswer
 from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 
 
@@ -61,7 +61,9 @@ class Echo:
 
     def answer(self, job):
         text, count = "".join(job["said"]), len(job["said"])
-        return Answer(text, text, [], [], [], "answered", None, False, 7, count, mode=job["ask"].mode, adapter="rl")
+        return ServedAnswer(
+            text, text, [], [], [], "answered", None, False, 7, count, mode=job["ask"].mode, adapter="rl"
+        )
 
     def restart(self):
         self.jobs.clear()
@@ -86,13 +88,13 @@ def serving():
     from r3lite.serving.app import build_app
     from r3lite.serving.desk import Desk
     from r3lite.serving.http import Connection
-    from r3lite.serving.worker import Worker
+    from r3lite.serving.worker import AnsweringThread
 
     running = []
 
     def start(token=None, server=None, slow=0.002, **limits):
         answering, limits = Echo(slow=slow), LimitSettings(**{"requests_per_minute": 10_000, **limits})
-        desk = Desk(Worker(answering), limits, ModeSettings(), time.monotonic)
+        desk = Desk(AnsweringThread(answering), limits, ModeSettings(), time.monotonic)
         app = build_app(desk, server or ServerSettings(), limits, token)
         listening = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(app, http=Connection, ws="none", log_level="critical", timeout_graceful_shutdown=1)

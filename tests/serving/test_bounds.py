@@ -31,17 +31,17 @@ def test_bytes_are_bounded_whatever_is_said():
     rng, kept = random.Random(0), Conversations(turns=5, conversations=9, size=400)
     for _ in range(500):
         kept.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
-        held = sum(len(t.encode()) for id in list(kept._of) for t in texts(kept, id))
-        assert held == kept.held <= 400 and len(kept._of) <= 9
+        text_bytes = sum(len(t.encode()) for id in list(kept._turns_of) for t in texts(kept, id))
+        assert text_bytes == kept.text_bytes <= 400 and len(kept._turns_of) <= 9
     kept.add("long", "x" * 500, "")
-    assert kept.held == 0 and texts(kept, "long") == []
+    assert kept.text_bytes == 0 and texts(kept, "long") == []
     assert Conversations(turns=0, conversations=9, size=400).messages("a") == ()
 
 
 def test_no_turns_at_all_are_remembered_if_none_shall_be():
     kept = Conversations(turns=0, conversations=9, size=400)
     kept.add("a", "x", "y")
-    assert texts(kept, "a") == [] and kept.held == 0
+    assert texts(kept, "a") == [] and kept.text_bytes == 0
 
 
 def test_a_bucket_fills_up_as_time_passes():
@@ -59,7 +59,7 @@ def test_a_bucket_fills_up_as_time_passes():
 
 
 def test_places_are_taken_and_freed():
-    places = Places(most=3, most_of_client=2)
+    places = Places(limit=3, limit_of_client=2)
     for client, code in (("a", "too_many_at_once"), ("b", "overloaded")):
         while places.taken[client] < 2 and places.taken.total() < 3:
             places.take(client)

@@ -198,7 +198,7 @@ def test_what_one_page_may_ask_another_sites_may_not(serving):
 @pytest.fixture
 def retriever():
     def start(retrieve=lambda pairs: [[Document("1", "T", "It is.")] for _ in pairs], host="127.0.0.1"):
-        server = retrieval_server.Server(retrieval_server.Service(retrieve, None, 5), host, 0)
+        server = retrieval_server.Server(retrieval_server.RetrievalService(retrieve, None, 5), host, 0)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         started.append(server)
@@ -224,7 +224,7 @@ OF_RETRIEVER = {
     "no length": (request("/retrieve", QUERY).replace(b"Content-Length", b"X"), 413),
     "a length below zero": (request("/retrieve", QUERY, length=-1), 413),
     "a length of 5,000 digits": (request("/retrieve", QUERY, length=10**4000), 413),
-    "too much": (request("/retrieve", QUERY, length=retrieval_server.Service.largest + 1), 413),
+    "too much": (request("/retrieve", QUERY, length=retrieval_server.RetrievalService.largest + 1), 413),
     "two lengths": (request("/retrieve", QUERY, head=b"Content-Length: 2\r\n"), 200),
     "chunks": (request("/retrieve", QUERY, b"Transfer-Encoding: chunked\r\n").replace(b"Content-Length", b"X"), 413),
     "bytes that are not UTF-8": (request("/retrieve", b'{"queries": ["\xff"]}'), 400),

@@ -152,7 +152,7 @@ def test_the_newest_ones_are_kept_by_number_not_by_name(tmp_path):
     written(tmp_path, 8, 9, 10, 100)
     (tmp_path / "checkpoint-best").mkdir()  # somebody else's
     checkpoint.prune(tmp_path, 2)
-    assert list(checkpoint.all_of(tmp_path)) == [10, 100]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [10, 100]
     assert (tmp_path / "checkpoint-best").exists()
 
 
@@ -177,7 +177,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_one(tmp_path, mo
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors: None)  # killed before the first file
         checkpoint.prune(tmp_path, 1)
-    assert list(checkpoint.all_of(tmp_path)) == [2]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [2]
     sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, 
     monkeypatch.setattr(checkpoint.os, "replace", Mock(side_effect=PermissionError("a file is in use")))
     checkpoint.prune(tmp_path, 1)
     assert "checkpoint-1 cannot be removed: a file is in use" in capsys.readouterr().err
-    assert list(checkpoint.all_of(tmp_path)) == [1, 2]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [1, 2]
 
 
 WRITER = """
@@ -220,11 +220,11 @@ def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-        assert all(checkpoint.fault(folder) is None for folder in checkpoint.all_of(tmp_path).values())
+        assert all(checkpoint.fault(folder) is None for folder in checkpoint.folders_by_step(tmp_path).values())
         found = checkpoint.read(checkpoint.newest_valid(tmp_path))
         assert found.step >= last
         assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
         sweep(tmp_path)
         assert all(checkpoint.NAME.fullmatch(p.name) for p in tmp_path.iterdir())
-        for folder in checkpoint.all_of(tmp_path).values():
+        for folder in checkpoint.folders_by_step(tmp_path).values():
             checkpoint.remove(folder)

@@ -18,8 +18,8 @@ class Run:
     """Rounds whose updates have random gradients, and whose KL a test says."""
 
     def __init__(self, rates: list[float], target: float = 0.04):
-        policy = optim.Group({"a": torch.nn.Parameter(torch.ones(3))}, PEAK)
-        critic = optim.Group({"v": torch.nn.Parameter(torch.ones(2))}, CRITIC_PEAK, is_policy=False)
+        policy = optim.ParameterGroup({"a": torch.nn.Parameter(torch.ones(3))}, PEAK)
+        critic = optim.ParameterGroup({"v": torch.nn.Parameter(torch.ones(2))}, CRITIC_PEAK, is_policy=False)
         self.optimizer = optim.adamw([policy, critic], weight_decay=0.0)
         self.precision = Precision(torch.float32, torch.device("cpu"))
         self.rates, self.round = rates, 0
@@ -96,14 +96,14 @@ def test_what_was_saved_is_not_spent_at_the_end():
     """A slope of 0.01 would need a path of 20. It is planned evenly, 5 a round, and twice that at most."""
     run = Run([1.0] * 4)
     run.budget.path, run.budget.sum_kl, run.budget.sum_squares = 1.0, 1e-4, 1.0
-    assert run.budget._wanted([1.0]) == pytest.approx(10)
-    assert run.budget._wanted([1.0] * 3) == pytest.approx(19 / 3)
+    assert run.budget._scale_for([1.0]) == pytest.approx(10)
+    assert run.budget._scale_for([1.0] * 3) == pytest.approx(19 / 3)
 
 
 def test_a_spent_budget_leaves_a_quarter_of_the_planned_rate():
     run = Run([1.0] * 4)
     run.budget.path, run.budget.sum_kl, run.budget.sum_squares = 3.0, 0.09, 9.0  # a path of 2 was to be the end
-    assert run.budget._wanted([1.0]) == pytest.approx(0.125)
+    assert run.budget._scale_for([1.0]) == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first update", "a later one"])

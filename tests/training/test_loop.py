@@ -13,7 +13,7 @@ from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
-from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule, TrackSettings
+from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, loop, metrics, optim
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
@@ -29,7 +29,7 @@ class ToyConfig:
     schedule: Schedule = Schedule(save_every=3, keep_checkpoints=10)
     tracking: TrackSettings = TrackSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.01)
-    rl: RLSettings = RLSettings()
+    model: ModelSettings = ModelSettings(model="tiny")
 
 
 class Seen:
@@ -51,7 +51,10 @@ class Toy:
     def __init__(self, dtype=torch.float32):
         torch.manual_seed(0)
         self.policy, self.value = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.zeros(4))
-        groups = [optim.Group({"policy": self.policy}, 1e-2), optim.Group({"value": self.value}, 1e-3)]
+        groups = [
+            optim.ParameterGroup({"policy": self.policy}, 1e-2),
+            optim.ParameterGroup({"value": self.value}, 1e-3),
+        ]
         precision = Precision(dtype, torch.device("cpu"))
         self.seen = Seen()
         self.state = TrainState(optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, parts={"seen": self.seen})
@@ -132,13 +135,13 @@ def test_a_run_goes_on_in_another_folder_from_a_named_checkpoint(tmp_path, whole
     resumed, output = Toy(), tmp_path / "fork"
     assert run(resumed, output=str(output), resume=str(whole[1] / "checkpoint-3"))
     assert_same(*whole, resumed, output)
-    assert list(checkpoint.all_of(whole[1])) == [3, 6, 8]  # untouched
-    assert list(checkpoint.all_of(output)) == [6, 8]
+    assert list(checkpoint.folders_by_step(whole[1])) == [3, 6, 8]  # untouched
+    assert list(checkpoint.folders_by_step(output)) == [6, 8]
 
 
 def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, capsys):
     assert not run(Toy(), resume=str(whole[1] / "checkpoint-3"), stop_after=1)
-    assert list(checkpoint.all_of(whole[1])) == [3, 4]
+    assert list(checkpoint.folders_by_step(whole[1])) == [3, 4]
     assert "removing" in capsys.readouterr().err
     assert [r["step"] for r in metrics.read(whole[1] / metrics.FILE)] == [1, 2, 3, 4]
 
@@ -184,7 +187,7 @@ def test_what_a_run_folder_holds(whole):
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     run(Toy(), output=str(tmp_path), save_every=2, keep_checkpoints=2)
-    assert list(checkpoint.all_of(tmp_path)) == [6, 8]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [6, 8]
 
 
 def test_the_saved_config_goes_on_with_the_run(tmp_path):
@@ -218,12 +221,12 @@ def test_a_run_that_is_older_than_a_setting_is_resumed_with_its_default_only(tmp
 
     def older(folder):
         loaded = read(folder)
-        del loaded.state["settings"]["warmup"], loaded.state["settings"]["algorithm"]
+        del loaded.state["settings"]["warmup"], loaded.state["settings"]["weight_decay"]
         return loaded
 
     monkeypatch.setattr(checkpoint, "read", older)
-    with pytest.raises(R3LiteError, match=r"algorithm \(was ppo, is grpo\)"):
-        run(Toy(), output=str(tmp_path), resume="auto", algorithm="grpo")
+    with pytest.raises(R3LiteError, match=r"weight_decay \(was 0.0, is 0.5\)"):
+        run(Toy(), output=str(tmp_path), resume="auto", weight_decay=0.5)
     assert run(Toy(), output=str(tmp_path), resume="auto")
 
 
@@ -239,7 +242,7 @@ def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     with pytest.raises(R3LiteError, match="dtype"):
         run(Toy(torch.bfloat16), output=str(tmp_path), resume="auto")
     smaller = Toy()
-    smaller.state.optimizer = optim.adamw([optim.Group({"policy": smaller.policy}, 1.0)], 0.0)
+    smaller.state.optimizer = optim.adamw([optim.ParameterGroup({"policy": smaller.policy}, 1.0)], 0.0)
     with pytest.raises(R3LiteError, match=r"different weights.* value"):
         run(smaller, output=str(tmp_path), resume="auto")
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
@@ -286,7 +289,7 @@ def test_an_interrupted_run_saves_and_resumes_to_the_bit(tmp_path, whole, which,
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(error):
         run(toy, output=str(output))
-    assert list(checkpoint.all_of(output)) == [3, saved]
+    assert list(checkpoint.folders_by_step(output)) == [3, saved]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     resumed = Toy()
     assert run(resumed, output=str(output), resume="auto")
@@ -299,7 +302,7 @@ def test_ctrl_c_twice_leaves_at_once(tmp_path):
     toy.after_update = lambda number: interrupt(number, 5, signal.SIGINT)  # after each of two updates
     with pytest.raises(KeyboardInterrupt):
         run(toy, output=str(tmp_path))
-    assert list(checkpoint.all_of(tmp_path)) == [3]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [3]
 
 
 @posix
@@ -308,7 +311,7 @@ def test_interrupted_in_its_first_step_a_run_has_nothing_to_save(tmp_path):
     toy.before_update = lambda number: interrupt(number, 1, signal.SIGTERM)
     with pytest.raises(Terminated):
         run(toy, output=str(tmp_path))
-    assert checkpoint.all_of(tmp_path) == {}
+    assert checkpoint.folders_by_step(tmp_path) == {}
     assert run(Toy(), output=str(tmp_path), resume="auto")  # a fresh start
 
 

@@ -41,7 +41,7 @@ def times_left(total: int, seconds: list[float], done: int = 0) -> list[float]:
     clock, told = metrics.Clock(lambda: now[0]), []
     for number, taken in enumerate(seconds, done + 1):
         now[0] += taken
-        told.append(clock.left(total - number))
+        told.append(clock.remaining(total - number))
     return told
 
 

@@ -42,7 +42,9 @@ def test_a_floor_of_one_is_constant_after_the_warm_up():
 
 def two_groups():
     policy, value = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
-    return optim.adamw([optim.Group({"a": policy}, 1e-2), optim.Group({"v": value}, 1e-1)], weight_decay=0.0)
+    return optim.adamw(
+        [optim.ParameterGroup({"a": policy}, 1e-2), optim.ParameterGroup({"v": value}, 1e-1)], weight_decay=0.0
+    )
 
 
 def backward(optimizer, seed: int) -> None:

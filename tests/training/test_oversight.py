@@ -48,11 +48,23 @@ class Watched(Toy):
         return record | more, tokens
 
 
+def build_oversight(folder: RunFolder, toy: Watched, validation: Script | None) -> Oversight:
+    return Oversight(
+        folder,
+        state=toy.state,
+        guard=toy.guard,
+        settings=ValidationSettings(eval_every=2),
+        total=TOTAL,
+        validation=validation,
+        penalizes_kl=True,
+    )
+
+
 def run(toy: Watched, validated: bool = True, **settings) -> bool:
     config = with_values(ToyConfig(), {"save_every": 0, "keep_checkpoints": 1} | settings)
     with RunFolder("ppo", config, "unused") as folder:
         validation = Script(toy) if validated else None
-        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, validation)
+        oversight = build_oversight(folder, toy, validation)
         return loop.train(folder, toy, oversight)
 
 
@@ -66,7 +78,7 @@ def weights(output, step: int) -> dict:
 
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_is_the_adapter(tmp_path):
     assert run(Watched(RISING), output=str(tmp_path))
-    assert list(checkpoint.all_of(tmp_path)) == [4, 8]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [4, 8]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["adapter_step"], summary["steps"]) == (4, 8)
     best, last = (json.loads((tmp_path / f"checkpoint-{n}/adapter/adapter_config.json").read_text()) for n in (4, 8))
@@ -77,7 +89,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_is_the_adapter(tmp_pa
 
 def test_without_validation_the_last_adapter_is_the_adapter_and_alarms_are_told_only(tmp_path, capsys):
     assert run(Watched(**COLLAPSE), validated=False, output=str(tmp_path))
-    assert list(checkpoint.all_of(tmp_path)) == [8]
+    assert list(checkpoint.folders_by_step(tmp_path)) == [8]
     assert json.loads((tmp_path / "summary.json").read_text())["adapter_step"] == 8
     told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
     assert told == [
@@ -159,7 +171,7 @@ def test_after_the_last_rollback_the_run_stops_with_the_reason_and_the_best_adap
     best = json.loads((tmp_path / "checkpoint-4" / "adapter" / "adapter_config.json").read_text())
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == best
     assert not (tmp_path / "summary.json").exists() and "go on with" not in capsys.readouterr().err
-    step = max(checkpoint.all_of(tmp_path))
+    step = max(checkpoint.folders_by_step(tmp_path))
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, step).items())
 
 
@@ -221,7 +233,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
 
     config = with_values(ToyConfig(), {"save_every": 0, "output": str(tmp_path)})
     with RunFolder("ppo", config, "unused") as folder:
-        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, Nan(toy))
+        oversight = build_oversight(folder, toy, Nan(toy))
         assert loop.train(folder, toy, oversight)
     records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
     assert records[6]["guard/alarm"] == "not_finite" and "eval/f1" not in records[6] and toy.guard.rollbacks == 1
@@ -250,9 +262,9 @@ def test_a_run_that_goes_on_elsewhere_takes_its_best_checkpoint_along(tmp_path):
     assert not run(Watched(**COLLAPSE), output=str(tmp_path / "run"), stop_after=6)
     fork = Watched(**COLLAPSE)
     assert run(fork, output=str(tmp_path / "fork"), resume=str(tmp_path / "run"))
-    assert list(checkpoint.all_of(tmp_path / "fork")) == [4, 8]
+    assert list(checkpoint.folders_by_step(tmp_path / "fork")) == [4, 8]
     assert fork.guard.state_dict() == whole.guard.state_dict()
-    assert list(checkpoint.all_of(tmp_path / "run")) == [4, 6]
+    assert list(checkpoint.folders_by_step(tmp_path / "run")) == [4, 6]
 
 
 def test_a_best_checkpoint_that_is_gone_is_told_and_the_next_validation_counts(tmp_path, capsys):

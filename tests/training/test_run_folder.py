@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-from dataclasses import dataclass
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +14,7 @@ from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
 from r3lite.core.invocation import with_values
-from r3lite.settings import ModelSettings, PpoConfig
+from r3lite.settings import PpoConfig
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.run_folder import RunFolder
 from tests.training.test_loop import Toy, ToyConfig, run
@@ -111,15 +110,8 @@ def test_an_earlier_version_s_run_goes_on_though_the_default_of_a_judge_it_does_
 # What a resumed run is compared with
 
 
-@dataclass(frozen=True)
-class ToyWithBase(ToyConfig):
-    """A toy that names a base model."""
-
-    model: ModelSettings = ModelSettings()
-
-
 def resumed(folder, base) -> bool:
-    config = with_values(ToyWithBase(), {"output": str(folder), "model": str(base), "resume": "auto", "stop_after": 2})
+    config = with_values(ToyConfig(), {"output": str(folder), "model": str(base), "resume": "auto", "stop_after": 2})
     with RunFolder("sft", config, "unused") as made:
         return loop.train(made, Toy())
 
@@ -152,7 +144,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_fingerprint_and_is_resumed(tm
     (tmp_path / "base" / "config.json").write_text("{}")
     monkeypatch.setattr(checkpoint, "read", old)
     assert not resumed(tmp_path / "out", tmp_path / "base")
-    assert list(checkpoint.all_of(tmp_path / "out")) == [2, 3, 4]
+    assert list(checkpoint.folders_by_step(tmp_path / "out")) == [2, 3, 4]
 
 
 def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):

@@ -6,16 +6,20 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.settings import TrackSettings
-from r3lite.training.metrics import MetricsLog
+from r3lite.training.metrics import NO_TRACKER, MetricsLog
 from r3lite.training.tracking import WANDB_ID, build_tracker
 
-SETTINGS = {"track_project": "p", "track_name": "n", "seed": 7}
+SETTINGS = {"seed": 7}
 RECORDS = [{"step": 1, "loss": 2.0, "guard/alarm": "kl", "kl": None}, {"step": 2, "loss": 1.5, "eval/f1": 0.5}]
 
 
 def logged(folder, track: str, records=RECORDS, done: int = 0) -> None:
     folder.mkdir(exist_ok=True)
-    log = MetricsLog(folder, done, 3, "sft", build_tracker(SETTINGS | {"track": track}, folder, done))
+    tracker = NO_TRACKER
+    if track != "none":
+        tracking = TrackSettings(track=track, track_project="p", track_name="n")
+        tracker = build_tracker(tracking, SETTINGS, output=folder, done=done)
+    log = MetricsLog(folder, start=done, total=3, label="sft", tracker=tracker)
     for record in records:
         log.write(record)
     log.close()
@@ -71,7 +75,7 @@ def test_a_refusal_of_wandb_is_told_with_a_remedy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(R3LiteError, match="no API key") as error:
-        build_tracker(SETTINGS | {"track": "wandb"}, tmp_path, 0)
+        build_tracker(TrackSettings(track="wandb"), SETTINGS, output=tmp_path, done=0)
     assert "WANDB_API_KEY" in error.value.remedy
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from r3lite.retrieval.documents import html, markdown, pdf, python, rows
 from r3lite.retrieval.documents.section import Section
 
-BINARY = (".pdf",)  # what is read from bytes and not from text
-# By the end of a file's name: what makes sections of its content, and of its path in the folder.
+BINARY = (".pdf",)  # files that are read from bytes and not from text
+# By the end of a file's name: the function that makes sections of its content, and of its path in the folder.
 READERS: dict[str, Callable[[Any, str], Iterator[Section]]] = {
     ".txt": lambda text, name: iter([Section(text)]),
     ".md": markdown.read,

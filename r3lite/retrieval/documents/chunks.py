@@ -13,7 +13,7 @@ from r3lite.core.answer_match import SENTENCE
 
 # 64 blanks count, too: no chunk is long that has few tokens.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")
-BREAKS = (SENTENCE, re.compile(r"\n"), re.compile(r"\s+"))  # finer ones are for what is longer than the budget
+BREAKS = (SENTENCE, re.compile(r"\n"), re.compile(r"\s+"))  # finer ones are for parts longer than the budget
 
 
 class Unit(NamedTuple):
@@ -25,48 +25,65 @@ class Unit(NamedTuple):
 
 
 def count_tokens(text: str, start: int = 0, end: int | None = None) -> int:
-    return sum(1 for _ in TOKEN.finditer(text, start, len(text) if end is None else end))
+    """Returns the number of tokens of a text from `start` to `end`."""
+    if end is None:
+        end = len(text)
+    return sum(1 for _ in TOKEN.finditer(text, start, end))
 
 
 def chunks(text: str, budget: int, overlap: int) -> Iterator[str]:
-    """Chunks of at most `budget` tokens; each begins with up to `overlap` tokens of whole sentences of the last one.
+    """Yields chunks of at most `budget` tokens; each begins with up to `overlap` tokens of whole sentences of the last
+    one.
 
     A sentence longer than the budget is cut at its lines, a line between its words, a word anywhere.
     """
-    held: list[Unit] = []
+    units: list[Unit] = []  # of the chunk
     size = 0
-    for unit in _units(text, 0, len(text), budget, BREAKS):
-        if held and size + unit.tokens > budget:
-            yield _text(text, held)
-            while held and (size > overlap or size + unit.tokens > budget):
-                size -= held.pop(0).tokens
-        held.append(unit)
+    for unit in _units(text, 0, end=len(text), budget=budget, breaks=BREAKS):
+        if units and size + unit.tokens > budget:
+            yield _text(text, units)
+            while units and (size > overlap or size + unit.tokens > budget):
+                size -= units.pop(0).tokens
+        units.append(unit)
         size += unit.tokens
-    if held:
-        yield _text(text, held)
+    if units:
+        yield _text(text, units)
 
 
 def sentences(text: str, budget: int) -> Iterator[str]:
-    """The sentences of a text; one longer than `budget` tokens is cut as `chunks` cuts it."""
+    """Yields the sentences of a text; one longer than `budget` tokens is cut as `chunks` cuts it."""
     start = 0
-    for stop in itertools.chain((m.end() for m in SENTENCE.finditer(text)), (len(text),)):
-        yield from filter(None, map(str.strip, chunks(text[start:stop], budget, 0)))
+    stops = (match.end() for match in SENTENCE.finditer(text))
+    for stop in itertools.chain(stops, (len(text),)):
+        parts = map(str.strip, chunks(text[start:stop], budget, 0))
+        yield from filter(None, parts)
         start = stop
 
 
-def _units(text: str, start: int, end: int, budget: int, breaks: tuple[re.Pattern, ...]) -> Iterator[Unit]:
+def _units(
+    text: str,
+    start: int,
+    end: int,
+    budget: int,
+    breaks: tuple[re.Pattern, ...],
+) -> Iterator[Unit]:
+    """Yields the stretches of a text between the first of `breaks`; those of more than `budget` tokens are cut at the
+    next one, and last between tokens."""
     if not breaks:
-        yield from (Unit(m.start(), m.end(), 1) for m in TOKEN.finditer(text, start, end))
+        for match in TOKEN.finditer(text, start, end):
+            yield Unit(match.start(), match.end(), 1)
         return
-    for stop in itertools.chain((m.end() for m in breaks[0].finditer(text, start, end)), (end,)):
+    stops = (match.end() for match in breaks[0].finditer(text, start, end))
+    for stop in itertools.chain(stops, (end,)):
         tokens = count_tokens(text, start, stop)
         if tokens > budget:
-            yield from _units(text, start, stop, budget, breaks[1:])
+            yield from _units(text, start, end=stop, budget=budget, breaks=breaks[1:])
         elif stop > start:
             yield Unit(start, stop, tokens)
         start = stop
 
 
 def _text(text: str, units: list[Unit]) -> str:
-    """The first line keeps its indentation, which code needs."""
-    return text[units[0].start : units[-1].end].lstrip("\r\n").rstrip()
+    """Returns the text of units. Its first line keeps its indentation, which code needs."""
+    chunk = text[units[0].start : units[-1].end]
+    return chunk.lstrip("\r\n").rstrip()

@@ -1,8 +1,8 @@
 """HTML: the text that a reader sees, without scripts, styles and navigation; a section for each heading.
 
 The package lxml reads tags and entities and closes what a page leaves open. It tells of elements one by one and builds
-no tree, so that a page's depth costs nothing. Which elements are apart from their neighbors is in the HTML standard's
-chapter on rendering.
+no tree, so that a page's depth costs nothing. Which elements are separate from their neighbors is in the HTML
+standard's chapter on rendering.
 """
 
 import re
@@ -22,7 +22,8 @@ PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "hgroup", "sea
 PARAGRAPHS |= {"table", "ul", "ol", "dl", "dir", "menu", "form", "fieldset", "details", "figure"}
 PARAGRAPHS |= PREFORMATTED | NAVIGATION
 LINES = {"li", "tr", "dt", "dd", "caption", "figcaption", "legend", "summary"}
-APART = {"td", "th"} | WIDGETS | PARAGRAPHS  # between blanks, at least: a paragraph in a heading is no more
+# Elements between blanks, at least: a paragraph in a heading is no more.
+SEPARATE = {"td", "th"} | WIDGETS | PARAGRAPHS
 BREAKS = {"br", "hr"}
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
 
@@ -31,7 +32,10 @@ BREAK_END = re.compile(r"</br\s*>", re.IGNORECASE)
 
 
 def read(text: str, name: str) -> Iterator[Section]:
-    """The page's title stands over what precedes the first heading. A tag that does not end is not text."""
+    """Returns sections by headings. The page's title is that of the text before the first heading.
+
+    A tag that does not end is not text.
+    """
     with extra("documents", f"the HTML file {name}", "Or take the HTML files out of the folder."):
         from lxml import etree
     # A browser makes breaks of these two ends even if nothing has begun; lxml does not tell of them.
@@ -50,7 +54,7 @@ class _Page:
         self.lines: list[str | tuple[int, str]] = []
         self.title = ""
         self.text: list[str] = []  # of the paragraph or heading that has begun
-        self.line_ended = False  # what follows in the paragraph begins a line
+        self.line_ended = False  # the text that follows in the paragraph begins a line
         self.heading = 0  # its level, or 0
         self.preformatted = 0  # such elements that are open
         self.left_out = 0  # elements that are open, from the one that is left out
@@ -90,16 +94,18 @@ class _Page:
         elif not self.left_out:
             if self.line_ended and text.strip():
                 self._break_line()
-            self.text.append(text if self.preformatted else text.replace("\r", " ").replace("\n", " "))
+            if not self.preformatted:
+                text = text.replace("\r", " ").replace("\n", " ")
+            self.text.append(text)
 
     def close(self) -> None:
         self._end_paragraph()
 
     def _separate(self, tag: str) -> None:
-        """Keeps what stands before an element's start or end from what follows, as far as the element is apart."""
+        """Separates the text before an element's start or end from the text after it, if the element is separate."""
         if tag in HEADINGS or (tag in PARAGRAPHS and not self.heading):
             self._end_paragraph()
-        elif tag in APART and not self.preformatted:
+        elif tag in SEPARATE and not self.preformatted:
             self.text.append(" ")
 
     def _break_line(self) -> None:
@@ -109,9 +115,13 @@ class _Page:
     def _end_paragraph(self) -> None:
         text = "".join(self.text)
         if not self.preformatted:
-            text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
+            lines = [" ".join(line.split()) for line in text.split("\n")]
+            text = "\n".join(lines)
         if text.strip():
-            self.lines += [(self.heading, " ".join(text.split()))] if self.heading else [text.strip("\n"), ""]
+            if self.heading:
+                self.lines.append((self.heading, " ".join(text.split())))
+            else:
+                self.lines += [text.strip("\n"), ""]
         self.text = []
         self.line_ended = False
         self.heading = 0

@@ -15,9 +15,10 @@ LINE_END = re.compile(r"\r\n?|\n")  # those of CommonMark, by which its parser c
 
 
 def read(text: str, name: str) -> Iterator[Section]:
-    """Front matter is left out, but for its title, which stands over what precedes the first heading.
+    """Yields sections by headings. Front matter is left out, but for its title, which is that of the text before the
+    first heading.
 
-    Headings in lists and quotes are text: what follows such a list does not belong under them.
+    Headings in lists and quotes are text: the text after such a list does not belong under them.
     """
     with extra("documents", f"the Markdown file {name}", "Or take the Markdown files out of the folder."):
         from markdown_it import MarkdownIt
@@ -26,17 +27,22 @@ def read(text: str, name: str) -> Iterator[Section]:
     lines = lines[start:]
     parser = MarkdownIt("commonmark").enable("table").disable("inline")  # of inline markup, nothing is needed
     tokens = parser.parse("\n".join(lines))
-    headings = [
-        (token.map, int(token.tag[1:]), content.content)
-        for token, content in itertools.pairwise(tokens)
-        if token.type == "heading_open" and token.level == 0
-    ]
+    headings = []
+    for token, content in itertools.pairwise(tokens):
+        if token.type == "heading_open" and token.level == 0:
+            level = int(token.tag[1:])
+            headings.append((token.map, level, content.content))
     return under_headings(_parts(lines, headings), title)
 
 
-def _parts(lines: list[str], headings: list[tuple[list[int], int, str]]) -> Iterator[str | tuple[int, str]]:
-    """The lines, headings among them as (level, text); a heading is (first line and the one after its last, level,
-    text)."""
+def _parts(
+    lines: list[str],
+    headings: list[tuple[list[int], int, str]],
+) -> Iterator[str | tuple[int, str]]:
+    """Yields the lines, headings among them as (level, text).
+
+    `headings` are (first line and the one after its last, level, text).
+    """
     place = 0
     for (start, end), level, text in headings:
         yield from lines[place:start]
@@ -46,13 +52,20 @@ def _parts(lines: list[str], headings: list[tuple[list[int], int, str]]) -> Iter
 
 
 def _front_matter(lines: list[str]) -> tuple[int, str]:
-    """How many lines the front matter has, and its title. It stands between two lines `---`; if a blank line follows
-    the first of them, they are thematic breaks, and what they enclose is text (pandoc's rule)."""
+    """Returns how many lines the front matter has, and its title.
+
+    It stands between two lines `---`; if a blank line follows the first of them, they are thematic breaks, and the
+    lines between them are text (pandoc's rule).
+    """
     marks = [number for number, line in enumerate(lines) if line.rstrip() == "---"]
     if len(marks) < 2 or marks[0] != 0 or not lines[1].strip():
         return 0, ""
     end = marks[1]
-    title = next((line.removeprefix("title:").strip() for line in lines[1:end] if line.startswith("title:")), "")
-    if len(title) > 1 and title[0] == title[-1] and title[0] in "\"'":
+    title_lines = [line for line in lines[1:end] if line.startswith("title:")]
+    if not title_lines:
+        return end + 1, ""
+    title = title_lines[0].removeprefix("title:").strip()
+    is_quoted = len(title) > 1 and title[0] == title[-1] and title[0] in "\"'"
+    if is_quoted:
         title = title[1:-1]
     return end + 1, title

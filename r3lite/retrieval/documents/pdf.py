@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import Section, Unreadable
 
-MOST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
+LARGEST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
 GLYPHS = re.compile(r"[\ufb00-\ufdff\ufe70-\ufefc]+")  # ligatures and the forms of Arabic letters within a word
 WORD = re.compile(r"\w+(?:-\w+)*")
 SPLIT = re.compile(r"(?<![\w-])(\w++(?:-\w++)*+)[-\u2010][ \t]*\n[ \t]*(?=(\w+(?:-\w+)*))")
@@ -22,7 +22,10 @@ SUSPENDED = {"and", "or", "to", "und", "oder"}  # as in "pre- and post-war"
 
 
 def read(content: bytes, name: str) -> Iterator[Section]:
-    """One section: sentences go on from page to page. The title is the document's, if it names one."""
+    """Yields one section: sentences go on from page to page. The title is the document's, if it names one.
+
+    Raises Unreadable if the file cannot be read.
+    """
     with extra("documents", f"the PDF {name}", "Or take the PDFs out of the folder."):
         import pypdf
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of each flaw that it can read over
@@ -30,12 +33,14 @@ def read(content: bytes, name: str) -> Iterator[Section]:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
             raise Unreadable("a PDF that asks for a password")
-        pages, size = [], 0
+        pages = []
+        size = 0
         for page in reader.pages:
             contents = page.get_contents()
-            size += 0 if contents is None else len(contents.get_data())
-            if size > MOST:
-                raise Unreadable("a PDF of too much content", f"more than {MOST >> 20} MiB when unpacked")
+            if contents is not None:
+                size += len(contents.get_data())
+            if size > LARGEST:
+                raise Unreadable("a PDF of too much content", f"more than {LARGEST >> 20} MiB when unpacked")
             # A text may hold halves of surrogate pairs.
             pages.append(page.extract_text().encode(errors="replace").decode())
         title = reader.metadata.title if reader.metadata else None
@@ -43,12 +48,13 @@ def read(content: bytes, name: str) -> Iterator[Section]:
         raise
     except Exception as error:  # a damaged file makes pypdf raise whatever its code runs into, such as KeyError
         raise Unreadable("a damaged PDF", f"{type(error).__name__}: {error}") from error
-    text = GLYPHS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), "\n".join(pages))
+    text = "\n".join(pages)
+    text = GLYPHS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
     yield Section(_whole_words(text), title if isinstance(title, str) else "")
 
 
 def _whole_words(text: str) -> str:
-    """The text without line ends in words, and without the hyphens that stood there only for them.
+    """Returns the text without line ends in words, and without the hyphens that stood there only for them.
 
     Whether a hyphen belongs to its word, as in "multi-hop", nobody wrote down. The document's other lines decide if
     the word is there in one of the two spellings. Else it belongs to the word if the word has another hyphen or a
@@ -57,7 +63,8 @@ def _whole_words(text: str) -> str:
     counts = Counter(WORD.findall(text.casefold()))
 
     def whole(match: re.Match) -> str:
-        first, second = match[1], match[2]
+        first = match[1]
+        second = match[2]
         compound = f"{first}-{second}".casefold()
         word = f"{first}{second}".casefold()
         if second in SUSPENDED and not counts[word]:

@@ -1,6 +1,6 @@
 """Python sources: a section for each function, class and method, for the imports, and for the rest of the module.
 
-Each passage begins with what it is, what its docstring says and where it is from, so that a question in words finds it:
+Each passage begins with its kind and name, its docstring and its file, so that a question in words finds it:
 
     # method: Reader.close
     # Description: Closes the file.
@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from r3lite.retrieval.documents.section import Section
 
 DESCRIPTION = 200  # characters of a docstring
-FUNCTIONS, IMPORTS = (ast.FunctionDef, ast.AsyncFunctionDef), (ast.Import, ast.ImportFrom)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
 
 
 def read(text: str, name: str) -> Iterator[Section]:
-    """Every line of the file is in one section. A file that is not Python is a text."""
+    """Yields sections: every line of the file is in one. A file that is not Python is one text."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")  # lines as Python counts them
     try:
         with warnings.catch_warnings():
@@ -27,31 +29,51 @@ def read(text: str, name: str) -> Iterator[Section]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two at deep nesting
         yield Section(text)
         return
-    lines, module = ["", *text.split("\n")], name.removesuffix(".py").replace("/", ".")
-    taken = set().union(*(_span(node) for node in tree.body if isinstance(node, IMPORTS)))
-    yield _section("imports", module, None, name, _joined(lines, taken))
+    lines = ["", *text.split("\n")]  # counted from 1
+    module = name.removesuffix(".py").replace("/", ".")
+    imports: set[int] = set()
     for node in tree.body:
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            yield from _definition(node, "", name, lines)
-            taken |= _span(node)
-    rest = set(range(1, len(lines))) - taken
-    yield _section("module", module, tree, name, _joined(lines, rest))
+        if isinstance(node, IMPORTS):
+            imports |= _span(node)
+    yield _section("imports", module, docstring=None, file=name, text=_joined(lines, imports))
+    module_lines = set(range(1, len(lines))) - imports
+    for node in tree.body:
+        if isinstance(node, DEFINITIONS):
+            yield from _definition(node, "", file=name, lines=lines)
+            module_lines -= _span(node)
+    yield _section(
+        "module",
+        module,
+        docstring=ast.get_docstring(tree),
+        file=name,
+        text=_joined(lines, module_lines),
+    )
 
 
-def _definition(node: ast.stmt, outer: str, name: str, lines: list[str]) -> Iterator[Section]:
-    """A function with all that is in it, or a class without its methods and inner classes, which follow it."""
-    qualified, kind, inner = outer + node.name, "method" if outer else "function", []
+def _definition(node: ast.stmt, outer: str, file: str, lines: list[str]) -> Iterator[Section]:
+    """Yields a function with all that is in it, or a class without its methods and inner classes, which follow it."""
+    kind = "method" if outer else "function"
+    inner: list[ast.stmt] = []
     if isinstance(node, ast.ClassDef):
-        kind, inner = "class", [child for child in node.body if isinstance(child, (*FUNCTIONS, ast.ClassDef))]
-    own = _span(node).difference(*map(_span, inner))
-    yield _section(kind, qualified, node, name, _joined(lines, own))
+        kind = "class"
+        inner = [child for child in node.body if isinstance(child, DEFINITIONS)]
+    qualified = outer + node.name
+    numbers = _span(node).difference(*map(_span, inner))
+    yield _section(
+        kind,
+        qualified,
+        docstring=ast.get_docstring(node),
+        file=file,
+        text=_joined(lines, numbers),
+    )
     for child in inner:
-        yield from _definition(child, f"{qualified}.", name, lines)
+        yield from _definition(child, f"{qualified}.", file=file, lines=lines)
 
 
 def _span(node: ast.stmt) -> set[int]:
-    """The numbers of a statement's lines, its decorators' among them."""
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    """Returns the numbers of a statement's lines, its decorators' among them."""
+    decorators = getattr(node, "decorator_list", ())
+    start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return set(range(start, node.end_lineno + 1))
 
 
@@ -59,7 +81,10 @@ def _joined(lines: list[str], numbers: set[int]) -> str:
     return "\n".join(lines[number] for number in sorted(numbers))
 
 
-def _section(kind: str, qualified: str, node: ast.AST | None, name: str, text: str) -> Section:
-    said = " ".join(((node and ast.get_docstring(node)) or "").split())[:DESCRIPTION]
-    head = f"# {kind}: {qualified}\n" + f"# Description: {said}\n" * bool(said) + f"# File: {name}\n\n"
-    return Section(text, qualified, head)
+def _section(kind: str, qualified: str, docstring: str | None, file: str, text: str) -> Section:
+    head = f"# {kind}: {qualified}\n"
+    description = " ".join((docstring or "").split())[:DESCRIPTION]
+    if description:
+        head += f"# Description: {description}\n"
+    head += f"# File: {file}\n\n"
+    return Section(text, title=qualified, head=head)

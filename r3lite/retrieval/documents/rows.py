@@ -12,44 +12,53 @@ from r3lite.retrieval.documents.section import Section, Unreadable
 
 DELIMITERS = ",;\t"
 SEPARATOR = re.compile(r'"?sep=([^\w"\r\n])"?(?:\r\n?|\n)', re.IGNORECASE)
-TITLES, TEXTS = ("title", "name", "heading"), ("text", "contents", "content", "body")
+TITLES = ("title", "name", "heading")
+TEXTS = ("text", "contents", "content", "body")
 
 
 def read_json(text: str, name: str) -> Iterator[Section]:
-    """A section for each item of a list, or one for anything else."""
+    """Returns a section for each item of a list, or one for anything else."""
     value = _parsed(text, "")
-    return map(_section, value if isinstance(value, list) else [value])
+    items = value if isinstance(value, list) else [value]
+    return map(_section, items)
 
 
 def read_jsonl(text: str, name: str) -> Iterator[Section]:
-    """A section for each line that is not blank."""
+    """Yields a section for each line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _section(_parsed(line, f"line {number}: "))
 
 
 def read_csv(text: str, name: str) -> Iterator[Section]:
-    """A section for each row under the first one, which names the columns.
+    """Returns a section for each row under the first one, which names the columns.
 
     Cells stand between commas, or between semicolons or tabs, as spreadsheets write where the comma is in numbers;
     or between what a line such as `sep=|` above them says, as Excel reads it.
     """
-    if named := SEPARATOR.match(text):
-        return read_table(text[named.end() :], name, delimiter=named[1])
-    return read_table(text, name, delimiter=max(DELIMITERS, key=lambda delimiter: _fits(text, delimiter)))
+    separator = SEPARATOR.match(text)
+    if separator:
+        return read_table(text[separator.end() :], name, delimiter=separator[1])
+    delimiter = max(DELIMITERS, key=lambda delimiter: _fit(text, delimiter))
+    return read_table(text, name, delimiter=delimiter)
 
 
-def _fits(text: str, delimiter: str) -> tuple[bool, int]:
-    """Whether the first rows have equally many columns, more than one; and how many the header has."""
+def _fit(text: str, delimiter: str) -> tuple[bool, int]:
+    """Returns True if the first rows have equally many columns, more than one; and how many the header has."""
     try:
-        widths = [len(row) for row in _rows(text, 20, delimiter=delimiter)] or [0]
+        widths = [len(row) for row in _rows(text, 20, delimiter=delimiter)]
     except csv.Error:
         return False, 0
-    return set(widths) == {widths[0]} and widths[0] > 1, widths[0]
+    if not widths:
+        return False, 0
+    header = widths[0]
+    is_table = set(widths) == {header} and header > 1
+    return is_table, header
 
 
 def read_table(text: str, name: str, **dialect: Any) -> Iterator[Section]:
-    """A section for each row under the first one, which names the columns. Several may have one name, or none."""
+    """Yields a section for each row under the first one, which names the columns. Several may have one name, or
+    none."""
     try:
         rows = _rows(text, strict=True, **dialect)
     except csv.Error as error:
@@ -58,14 +67,15 @@ def read_table(text: str, name: str, **dialect: Any) -> Iterator[Section]:
         yield _of_columns(list(itertools.zip_longest(rows[0], row, fillvalue="")))
 
 
-def _rows(text: str, most: int | None = None, **dialect: Any) -> list[list[str]]:
-    """The first rows, without blank ones."""
-    limit = csv.field_size_limit(len(text))  # of the process; cells of more than 131,072 characters would be errors
+def _rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
+    """Returns the first `count` rows, or all, without blank ones."""
+    # The limit is of the process; without another one, cells of more than 131,072 characters would be errors.
+    process_limit = csv.field_size_limit(len(text))
     try:
         rows = csv.reader(io.StringIO(text, newline=""), **dialect)
-        return [row for row in itertools.islice(rows, most) if row]
+        return [row for row in itertools.islice(rows, count) if row]
     finally:
-        csv.field_size_limit(limit)
+        csv.field_size_limit(process_limit)
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -76,28 +86,34 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _section(row: Any) -> Section:
-    """An object as a row with its keys as columns; anything else as lines."""
+    """Returns the section of an object as a row with its keys as columns; of anything else as lines."""
     if isinstance(row, dict):
         return _of_columns(list(row.items()))
     return Section("\n".join(_lines(row)))
 
 
 def _of_columns(row: list[tuple[str, Any]]) -> Section:
-    """The title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
-    text = "\n".join(_texts(row, TEXTS)) or "\n".join(line for key, value in row for line in _lines(value, key))
-    return Section(text, next(iter(_texts(row, TITLES)), ""))
+    """Returns the title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
+    lines = _texts(row, TEXTS)
+    if not lines:
+        lines = [line for key, value in row for line in _lines(value, key)]
+    titles = _texts(row, TITLES)
+    title = titles[0] if titles else ""
+    return Section("\n".join(lines), title)
 
 
 def _texts(row: list[tuple[str, Any]], names: tuple[str, ...]) -> list[str]:
-    """The values that are texts and not blank under the first of the names, in any case, that has one."""
+    """Returns the values that are texts and not blank under the first of the names, in any case, that has one."""
     for name in names:
-        of_name = [value for key, value in row if key.strip().lower() == name]
-        if texts := [value for value in of_name if isinstance(value, str) and value.strip()]:
+        values = [value for key, value in row if key.strip().lower() == name]
+        texts = [value for value in values if isinstance(value, str) and value.strip()]
+        if texts:
             return texts
     return []
 
 
 def _lines(value: Any, key: str = "") -> Iterator[str]:
+    """Yields a line for each value in a value, with the keys that lead to it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _lines(inner, f"{key}.{name}" if key else str(name))

@@ -1,4 +1,4 @@
-"""What the layouts of documents have in common: the parts that they cut a document into, and why one cannot be read."""
+"""The common part of the layouts of documents: sections, into which they cut a document, and unreadable documents."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ SOFT_HYPHEN = re.compile(r"\u00ad(?:[ \t]*\r?\n[ \t]*)?")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a document that no passage reaches beyond, such as what stands under one heading.
+    """A part of a document that no passage reaches beyond, such as the text under one heading.
 
     `title` is empty if the document names none. `head` is repeated at the start of each passage.
     """
@@ -24,27 +24,33 @@ class Unreadable(Exception):
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> Iterator[Section]:
-    """The sections between headings, each titled by its path of headings, such as `Guide > Install > Linux`.
+    """Yields the sections between headings, each titled by its path of headings, such as `Guide > Install > Linux`.
 
-    A heading is (level from 1, text), anything else a line of text. `title` is that of what precedes all headings.
+    A heading is (level from 1, text), anything else a line of text. `title` is that of the text before all headings.
     """
     path: list[tuple[int, str]] = []
-    held: list[str] = []
+    section_lines: list[str] = []
     for line in lines:
         if isinstance(line, str):
-            held.append(line)
+            section_lines.append(line)
             continue
-        yield Section("\n".join(held), title)
-        path = [heading for heading in path if heading[0] < line[0]] + [line]
-        title, held = " > ".join(text for _, text in path), []
-    yield Section("\n".join(held), title)
+        yield Section("\n".join(section_lines), title)
+        level, _ = line
+        path = [heading for heading in path if heading[0] < level]
+        path.append(line)
+        title = " > ".join(text for _, text in path)
+        section_lines = []
+    yield Section("\n".join(section_lines), title)
 
 
 def without_soft_hyphens(text: str) -> str:
-    """A soft hyphen is where a word may be split, and no part of it: nobody types it in a question. If a line ends with
-    one, the word goes on in the next."""
+    """Returns a text without soft hyphens, where a word may be split: nobody types them in a question.
+
+    If a line ends with one, the word goes on in the next.
+    """
     return SOFT_HYPHEN.sub("", text)

@@ -38,11 +38,11 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
     `usual` are the same settings without flags and files: what differs was set by the user.
     """
     algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
-    some_read = frozenset().union(*(other.own_settings for other in ALGORITHMS.values()))
-    for name, value in vars(settings).items():
-        if value == getattr(usual, name):
+    read_by_some = frozenset().union(*(cls.own_settings for cls in ALGORITHMS.values()))
+    unread = read_by_some - algorithm.own_settings
+    for setting, value in vars(settings).items():
+        if setting not in unread or value == getattr(usual, setting):
             continue
-        if name in some_read - algorithm.own_settings:
-            readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
-            wrong = f"{flag(name)} is {value}, but has no effect with --algorithm {settings.algorithm}"
-            raise UsageError(f"{wrong}: it needs one of {readers}")
+        readers = ", ".join(name for name, cls in ALGORITHMS.items() if setting in cls.own_settings)
+        problem = f"{flag(setting)} is {value}, but has no effect with --algorithm {settings.algorithm}"
+        raise UsageError(f"{problem}: it needs one of {readers}")

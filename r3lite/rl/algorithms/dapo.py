@@ -11,6 +11,7 @@ normalizer  mean over all action tokens of the mini-batch (eq. 12), without thos
 L_max is the most tokens that an episode may sample, L_cache its last fifth: the paper has 20,480 and 4,096.
 """
 
+import torch
 from torch import Tensor
 
 from r3lite.rl.algorithms.grpo import Grpo
@@ -22,22 +23,28 @@ class Dapo(Grpo):
     own_settings = Grpo.own_settings | {"overlong_filter", "overlong_penalty", "overlong_cache"}
 
     def length_penalties(self, batch: Batch) -> Tensor:
-        """What is subtracted from the return of each episode, [B]."""
-        s, most = self.settings, self.most_sampled
-        cache = s.overlong_cache * most
-        return s.overlong_penalty * ((batch.action_mask.sum(-1) - (most - cache)) / cache).clamp(0, 1)
+        """Returns the penalty [B] of each episode's length, which is subtracted from its return."""
+        lengths = batch.action_mask.sum(-1)
+        max_length = self.max_sampled_tokens
+        cache = self.settings.overlong_cache * max_length
+        excess = lengths - (max_length - cache)
+        return self.settings.overlong_penalty * (excess / cache).clamp(0, 1)
 
     def returns(self, batch: Batch) -> Tensor:
         return super().returns(batch) - self.length_penalties(batch)
 
     def filtered(self, batch: Batch) -> Tensor:
-        """[B] bool: the episodes without a loss."""
-        return batch.cut_off & (self.settings.overlong_filter == "on")
+        """Returns the episodes without a loss, [B] bool."""
+        if self.settings.overlong_filter == "on":
+            return batch.cut_off
+        return torch.zeros_like(batch.cut_off)
 
     def weights(self, batch: Batch) -> Tensor:
         return token_mean(batch.action_mask & ~self.filtered(batch)[:, None])
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also the mean length penalty, and the share of episodes without a loss."""
-        shares = {"overlong/penalty": self.length_penalties(batch), "overlong/filtered": self.filtered(batch).float()}
-        return super().statistics(batch) | {name: float(x.mean()) for name, x in shares.items()}
+        """Adds the mean length penalty, and the share of episodes without a loss."""
+        metrics = super().statistics(batch)
+        metrics["overlong/penalty"] = float(self.length_penalties(batch).mean())
+        metrics["overlong/filtered"] = float(self.filtered(batch).float().mean())
+        return metrics

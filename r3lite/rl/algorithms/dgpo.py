@@ -26,8 +26,16 @@ from r3lite.settings import LengthSettings, RLSettings
 class Dgpo(Grpo):
     has_teacher = True
     own_settings = frozenset(
-        {"failed_below", "teacher", "teacher_adapter", "teacher_quantize", "teacher_logprobs", "teacher_top"}
-        | {"teacher_weight", "expand_limit"}
+        {
+            "failed_below",
+            "teacher",
+            "teacher_adapter",
+            "teacher_quantize",
+            "teacher_logprobs",
+            "teacher_top",
+            "teacher_weight",
+            "expand_limit",
+        }
     )
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
@@ -44,6 +52,9 @@ class Dgpo(Grpo):
         return self.settings.teacher_weight * kl, {losses.GUIDED + "kl": kl}
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also the shares of episodes that failed, and that learn from the teacher."""
-        failed, guided = float(batch.failed.float().mean()), sum(top is not None for top in batch.teacher) / len(batch)
-        return super().statistics(batch) | {losses.GUIDED + "failed": failed, losses.GUIDED + "guided": guided}
+        """Adds the shares of episodes that failed, and that learn from the teacher."""
+        guided = sum(top_tokens is not None for top_tokens in batch.teacher)
+        metrics = super().statistics(batch)
+        metrics[losses.GUIDED + "failed"] = float(batch.failed.float().mean())
+        metrics[losses.GUIDED + "guided"] = guided / len(batch)
+        return metrics

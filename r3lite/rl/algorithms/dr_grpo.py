@@ -20,4 +20,5 @@ class DrGrpo(Grpo):
     own_settings = Grpo.own_settings | {"length_constant"}
 
     def weights(self, batch: Batch) -> Tensor:
-        return episode_sum(batch.action_mask, self.settings.length_constant or self.most_sampled)
+        constant = self.settings.length_constant or self.max_sampled_tokens
+        return episode_sum(batch.action_mask, constant)

@@ -15,5 +15,6 @@ from r3lite.rl.algorithms.mixed import Mixed
 
 
 class Hybrid(Mixed):
-    has_traces = has_replay = True
+    has_traces = True
+    has_replay = True
     own_settings = Luffy.own_settings | ExGrpo.own_settings

@@ -20,19 +20,36 @@ from r3lite.rl.batch import ActionTokens, Batch
 class Mixed(Grpo):
     own_settings = frozenset({"shaping_gamma"})
 
-    def loss(self, actions: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        off = actions.off_policy
-        if off is None:
+    def loss(
+        self,
+        actions: ActionTokens,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        off_policy = actions.off_policy
+        if off_policy is None:
             return super().loss(actions, logprobs, entropy)
         # GRPO's loss gets ratio 1 at off-policy tokens, whose exponentials could overflow to a nan in the gradient.
-        own, metrics = super().loss(actions, torch.where(off, actions.old_logprobs, logprobs), entropy)
+        safe_logprobs = torch.where(off_policy, actions.old_logprobs, logprobs)
+        clipped_loss, metrics = super().loss(actions, safe_logprobs, entropy)
         log_ratios = logprobs - actions.old_logprobs
-        shaped, f = losses.shaped_surrogate(log_ratios, actions.advantages, self.settings.shaping_gamma)
-        shaped = shaped - self.settings.entropy_coefficient * entropy
-        metrics |= {"off_policy/shaped_ratio": f, "off_policy/entropy": entropy, "off_policy/logp": logprobs}
-        return torch.where(off, shaped, own), metrics
+        shaped_loss, shaped_ratio = losses.shaped_surrogate(
+            log_ratios,
+            actions.advantages,
+            self.settings.shaping_gamma,
+        )
+        shaped_loss = shaped_loss - self.settings.entropy_coefficient * entropy
+        metrics["off_policy/shaped_ratio"] = shaped_ratio
+        metrics["off_policy/entropy"] = entropy
+        metrics["off_policy/logp"] = logprobs
+        return torch.where(off_policy, shaped_loss, clipped_loss), metrics
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also the share of the action tokens that are off-policy."""
-        off = batch.off_policy_actions
-        return super().statistics(batch) | {"off_policy/token_share": 0.0 if off is None else float(off.float().mean())}
+        """Adds the share of the action tokens that are off-policy."""
+        metrics = super().statistics(batch)
+        off_policy = batch.off_policy_actions
+        if off_policy is None:
+            metrics["off_policy/token_share"] = 0.0
+        else:
+            metrics["off_policy/token_share"] = float(off_policy.float().mean())
+        return metrics

@@ -23,17 +23,29 @@ class Ppo(Algorithm):
     own_settings = frozenset({"gamma", "gae_lambda", "value_clip", "value_coefficient", "value_learning_rate"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        s = self.settings
-        advantages, targets = gae(self.penalized_rewards(batch), batch.values, batch.action_mask, s.gamma, s.gae_lambda)
+        advantages, targets = gae(
+            rewards=self.penalized_rewards(batch),
+            values=batch.values,
+            action_mask=batch.action_mask,
+            gamma=self.settings.gamma,
+            lam=self.settings.gae_lambda,
+        )
         return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
 
     def value_loss(self, actions: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = losses.value_loss(values, actions.old_values, actions.value_targets, self.settings.value_clip)
+        loss = losses.value_loss(
+            values,
+            old_values=actions.old_values,
+            targets=actions.value_targets,
+            clip=self.settings.value_clip,
+        )
         return loss, {"value_loss": loss}
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Also how much of the targets' variance the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
-        error = (batch.value_targets - batch.values)[batch.action_mask]
-        variance = batch.value_targets[batch.action_mask].var(correction=0)
-        explained = 1 - error.var(correction=0) / (variance + 1e-8)
-        return super().statistics(batch) | {"explained_variance": float(explained)}
+        """Adds the share of the targets' variance that the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
+        targets = batch.value_targets[batch.action_mask]
+        errors = (batch.value_targets - batch.values)[batch.action_mask]
+        explained = 1 - errors.var(correction=0) / (targets.var(correction=0) + 1e-8)
+        metrics = super().statistics(batch)
+        metrics["explained_variance"] = float(explained)
+        return metrics

@@ -23,4 +23,5 @@ class ReinforceBaseline(Algorithm):
     own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        return replace(batch, advantages=whiten(super().with_advantages(batch).advantages, batch.action_mask))
+        centered = super().with_advantages(batch).advantages
+        return replace(batch, advantages=whiten(centered, batch.action_mask))

@@ -24,6 +24,12 @@ class ReinforcePlusPlus(Algorithm):
     own_settings = frozenset({"gamma"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        rewards, mask = self.penalized_rewards(batch), batch.action_mask
-        returns, _ = gae(rewards, torch.zeros_like(rewards), mask, self.settings.gamma, 1.0)
-        return replace(batch, advantages=whiten(returns, mask))
+        rewards = self.penalized_rewards(batch)
+        returns, _ = gae(
+            rewards,
+            values=torch.zeros_like(rewards),
+            action_mask=batch.action_mask,
+            gamma=self.settings.gamma,
+            lam=1.0,
+        )
+        return replace(batch, advantages=whiten(returns, batch.action_mask))

@@ -22,7 +22,7 @@ def test_the_divergence_by_hand():
     teacher = torch.tensor([[0.5, 0.25], [0.5, 0.25], [1.0, 1e-30]]).log()
     policy = torch.tensor([[0.25, 0.25], [0.5, 0.25], [0.5, 0.25]]).log()
     expected = torch.tensor([math.log(2) / 4, 0.0, math.log(2)])
-    assert torch.allclose(losses.truncated_kl(teacher, policy), expected, atol=2e-5)  # LEAST
+    assert torch.allclose(losses.truncated_kl(teacher, policy), expected, atol=2e-5)  # MIN_REMAINDER
 
 
 def test_all_tokens_give_the_whole_divergence_and_fewer_never_more():

@@ -117,6 +117,6 @@ def test_off_policy_episodes_add_no_steps():
 
 def test_how_many_may_join():
     sizes = {"batch_size": 8, "trace_share": 0.5, "replay_share": 0.3}
-    assert [algorithm(name, **sizes).most_off_policy for name in MIXED] == [4, 3, 7]
-    assert algorithm("grpo").most_off_policy == 0
+    assert [algorithm(name, **sizes).max_off_policy for name in MIXED] == [4, 3, 7]
+    assert algorithm("grpo").max_off_policy == 0
     assert math.isclose(algorithm("luffy").settings.shaping_gamma, 0.1)

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bench.simulation.streams import use_of
+from bench.stress.simulation.streams import use_of
 
 aten = torch.ops.aten
 # Keys of the kernels by which PyTorch's dispatcher makes operators of others; the last is seen in inference mode alone.

@@ -1,14 +1,14 @@
 """Kills and other faults at random moments of every command that writes, and what is there afterwards.
 
-    python -m bench.faults                                # all, into bench/results/faults.json
-    python -m bench.faults --kills 8 --only sft ppo       # fewer, of cases whose names begin so
-    python -m bench.faults --quick --results FOLDER       # a share that takes less than a minute
+    python -m bench.stress.faults                                # all, into bench/results/faults.json
+    python -m bench.stress.faults --kills 8 --only sft ppo       # fewer, of cases whose names begin so
+    python -m bench.stress.faults --quick --results FOLDER       # a share that takes less than a minute
 
-A case (bench/fault_cases.py) runs once without a fault. Then it is killed at a moment (bench/fault_runs.py), some
+A case (fault_cases.py) runs once without a fault. Then it is killed at a moment (fault_runs.py), some
 twice, and the same command goes on: afterwards the folder must hold the same to the bit, but for times, speeds and
 memory, and no other file; and no request may be sent again whose reply was kept. After a full disk, a folder that may
 not be written any more and a clock that jumps back the same must hold, and the command must have ended with one message
-and no traceback. bench/fault_ends.py has what is not a moment of a case: two writers, cut files, NaN, the server.
+and no traceback. fault_ends.py has what is not a moment of a case: two writers, cut files, NaN, the server.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 from bench import options, records
-from bench.fault_bench import Bench
-from bench.fault_cases import CASES, Case, Server
-from bench.fault_ends import ends
-from bench.fault_runs import ROOT, chosen, preload
+from bench.stress.fault_bench import Bench
+from bench.stress.fault_cases import CASES, Case, Server
+from bench.stress.fault_ends import ends
+from bench.stress.fault_runs import ROOT, chosen, preload
 from r3lite.devices import machine
 
 KILLS, TIMED, OTHERS = 100, 16, 2  # kills at moments, kills by the clock, faults of each other kind for each case

@@ -1,4 +1,4 @@
-"""The commands that bench.faults and its tests do faults to, at the smallest scale, and a local model that they ask."""
+"""The commands that bench.stress.faults and its tests do faults to, at the smallest scale, and their local model."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from bench.fault_runs import run
+from bench.stress.fault_runs import run
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
 
 WORLD = shipped("data", "world")

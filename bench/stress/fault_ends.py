@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 
-from bench.fault_bench import Bench
-from bench.fault_cases import NAMED, TINY, WORLD, Case, encoder
-from bench.fault_runs import ROOT, Fault, run, start
-from bench.folder_content import content, differences
+from bench.stress.fault_bench import Bench
+from bench.stress.fault_cases import NAMED, TINY, WORLD, Case, encoder
+from bench.stress.fault_runs import ROOT, Fault, run, start
+from bench.stress.folder_content import content, differences
 from r3lite.core.files import shipped
 
 FULL = ("sft", "ppo, exgrpo", "collect, teacher", "index, build", "index, add", "tune_prompt", "export, folder")

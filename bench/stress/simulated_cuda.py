@@ -2,7 +2,7 @@
 
     with SimulatedCuda() as card:
         ...  # whoever asks for "cuda" gets it; card.counts tells what it did
-    python -m bench.simulated_cuda -m r3lite.sft --preset tiny --device cuda --dtype fp32 ...
+    python -m bench.stress.simulated_cuda -m r3lite.sft --preset tiny --device cuda --dtype fp32 ...
 
 Refused as on a card: operators that mix devices, `.numpy()` of a tensor of the device, a generator of the other device,
 and in a graph whatever cannot be captured. Counted: kernels with the bytes that they read and write, copies, and waits
@@ -31,10 +31,10 @@ from torch import Tag, Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.simulation import operators, runtime
-from bench.simulation.counts import Counts
-from bench.simulation.operators import bytes_of, on_card, size_of, tensors_in
-from bench.simulation.streams import Stream, Unordered, Use, use_of, uses_of
+from bench.stress.simulation import operators, runtime
+from bench.stress.simulation.counts import Counts
+from bench.stress.simulation.operators import bytes_of, on_card, size_of, tensors_in
+from bench.stress.simulation.streams import Stream, Unordered, Use, use_of, uses_of
 from r3lite.devices.live_tensors import LiveTensors
 
 CPU = torch.device("cpu")
@@ -302,7 +302,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 def main() -> None:
     """Runs a module as `python -m` does; what the device did goes to stderr."""
     if len(sys.argv) < 3 or sys.argv[1] != "-m":
-        sys.exit("usage: python -m bench.simulated_cuda -m MODULE [ARGUMENTS]")
+        sys.exit("usage: python -m bench.stress.simulated_cuda -m MODULE [ARGUMENTS]")
     sys.argv[:] = sys.argv[2:]
     card = SimulatedCuda()
     try:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bench.simulation.operators import on_card, tensors_in
-from bench.simulation.streams import Event, Stream, use_of
+from bench.stress.simulation.operators import on_card, tensors_in
+from bench.stress.simulation.streams import Event, Stream, use_of
 from r3lite.devices import speed
 
 Card = Any  # a SimulatedCuda, whose module imports this one

@@ -1,6 +1,6 @@
-"""What the cases of bench.faults write, as digests: two processes must print the same.
+"""What the cases of bench.stress.faults write, as digests: two processes must print the same.
 
-    python -m bench.repeated --work FOLDER --threads 2 sft "index, build"
+    python -m bench.stress.repeated --work FOLDER --threads 2 sft "index, build"
 
 The folder is used by one process at a time; paths in it are part of what is written.
 """
@@ -11,10 +11,10 @@ import json
 import os
 from pathlib import Path
 
-from bench import fault_runs
-from bench.fault_cases import NAMED, PLACE, Server, fixtures
-from bench.fault_runs import preload, run
-from bench.folder_content import content
+from bench.stress import fault_runs
+from bench.stress.fault_cases import NAMED, PLACE, Server, fixtures
+from bench.stress.fault_runs import preload, run
+from bench.stress.folder_content import content
 
 
 def main(argv: list[str] | None = None) -> int:

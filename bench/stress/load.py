@@ -1,7 +1,7 @@
 """What 64 clients at once get from a server for some minutes, and across its restart: latencies, memory, lost requests.
 
-    python -m bench.load retrieve -- --corpus corpus.jsonl --encoder hashing
-    python -m bench.load serve -- --model tiny --retriever none --max-new-tokens 32
+    python -m bench.stress.load retrieve -- --corpus corpus.jsonl --encoder hashing
+    python -m bench.stress.load serve -- --model tiny --retriever none --max-new-tokens 32
 
 Starts `python -m r3lite.retrieve --serve` or `python -m r3lite.serve` with what follows `--`, ends it with SIGTERM in
 the middle of the time and starts it again. A client sends a question, waits for its answer and sends the next; a

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.fault_cases import PLACE, Case, Server, fixtures
-from bench.fault_runs import ROOT, THREADS, Ended, Fault, run
-from bench.folder_content import content, differences
+from bench.stress.fault_cases import PLACE, Case, Server, fixtures
+from bench.stress.fault_runs import ROOT, THREADS, Ended, Fault, run
+from bench.stress.folder_content import content, differences
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from r3lite.core.command import spare_the_machine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LONGEST = 400  # seconds of a run
 THREADS = 1  # of PyTorch, in forked processes
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

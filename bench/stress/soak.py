@@ -1,7 +1,7 @@
 """Long runs at the smallest scale: memory, descriptors, threads and files that do not grow, and a speed that stays.
 
-    python -m bench.soak                          # all, into bench/results/soak.json
-    python -m bench.soak --only serve --scale 0.1 # a tenth of the requests
+    python -m bench.stress.soak                          # all, into bench/results/soak.json
+    python -m bench.stress.soak --only serve --scale 0.1 # a tenth of the requests
 
 2,000 steps of `sft`, 500 rounds of `ppo --algorithm grpo`, 20,000 requests to `serve`, each in a process that is
 watched from outside: resident memory, descriptors, threads, seconds computed, files of its folder. The first tenth is
@@ -41,7 +41,7 @@ from r3lite.devices import machine
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.training import metrics
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WORLD = shipped("data", "world")
 EVERY = 0.5  # seconds between two looks
 MOST_GROWTH, LEAST_SPEED = 1.02, 0.97

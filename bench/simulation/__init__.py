@@ -1,1 +1,0 @@
-"""Parts of the simulated device: bench/simulated_cuda.py."""

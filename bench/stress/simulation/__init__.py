@@ -1,0 +1,1 @@
+"""Parts of the simulated device: bench/stress/simulated_cuda.py."""
