@@ -41,8 +41,8 @@ from bench.recipe_settings import (
     without_length,
 )
 from r3lite.core.answer_match import question_key
-from r3lite.core.command import COMMANDS, Terminated
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import resolve
 from r3lite.datasets.collected import rejected_ids
@@ -77,7 +77,7 @@ class Stage:
         """Whether it has sampled all its questions and kept no trajectory, which `collect` calls a failure."""
         if not self.grows or not self.result.exists() or self.result.stat().st_size:
             return False
-        config = resolve("collect", CollectConfig(), self.arguments, COMMANDS)
+        config = resolve("collect", CollectConfig(), self.arguments)
         return {question.id for question in new_questions(config.data)} <= rejected_ids(self.result)
 
 

@@ -10,6 +10,7 @@ from r3lite.settings import EvaluateConfig
 
 
 def evaluate(config: EvaluateConfig) -> None:
+    """Answers and scores the questions of --data, or compares the evaluations of --compare."""
     from r3lite.evaluation.folder import check_output, compare_predictions
 
     if config.evaluate.compare:
@@ -27,7 +28,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def check_baseline(config: EvaluateConfig) -> None:
-    """Refuses a baseline that lacks what it is about."""
+    """Raises R3LiteError for a baseline that lacks the retriever or the search that it needs."""
     from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.transcript import OPENINGS
 
@@ -42,6 +43,7 @@ def check_baseline(config: EvaluateConfig) -> None:
 
 
 def plan(config: EvaluateConfig) -> str:
+    """Returns the memory that the model and the judge take, for `--dry-run`."""
     from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
 
     if config.evaluate.compare:
@@ -51,4 +53,4 @@ def plan(config: EvaluateConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("evaluate", EvaluateConfig(), evaluate, plan).entry(__name__)
+main = command.Command("evaluate", EvaluateConfig(), work=evaluate, plan=plan).entry(__name__)

@@ -136,10 +136,10 @@ def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy,
     )
     search = PassageIndex.search
 
-    def sometimes(self, queries, k, own=None):
+    def sometimes(self, queries, k, own_places=None):
         if any(query in bad for query in queries):
             raise RuntimeError("can't allocate memory")
-        return search(self, queries, k, own)
+        return search(self, queries, k, own_places)
 
     bad = ["bad"]
     monkeypatch.setattr(PassageIndex, "search", sometimes)

@@ -157,7 +157,7 @@ class LiveAnswers:
             stream=random.Random(seed),
             adapter=self._switch(ask.adapter),
             sampler=self._sampler(ask),
-            most=ask.max_tokens,
+            max_tokens=ask.max_tokens,
         )
         layout.open(sequence)
         growing = Growing(

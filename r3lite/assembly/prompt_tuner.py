@@ -33,7 +33,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
-from r3lite.tuning.history import Candidate, History, Round, shown
+from r3lite.tuning.history import Candidate, History, RoundResult, score_text
 
 BEST = "best_prompt.txt"
 CANDIDATES = "candidates"
@@ -311,7 +311,9 @@ class PromptTuner:
         self.history.score(candidate, recorded)
         metric = self.config.tuning.metric
         best = self.history.best
-        message = f"{metric} {shown(means[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
+        message = (
+            f"{metric} {score_text(means[metric])}; best so far: prompt {best.id}, {score_text(best.scores[metric])}"
+        )
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
@@ -325,7 +327,7 @@ class PromptTuner:
         )
         gain = comparison[self.config.tuning.metric]
         self.history.close(
-            Round(
+            RoundResult(
                 number=number,
                 best=best,
                 gained=gain["difference"],

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
-from r3lite.core import command
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import build_spans, span
@@ -51,7 +50,7 @@ class SFTTrainer:
         self.held_out = held_out
         self.total, self.last_row = config.length(len(rows))
         self.ranks = policy.ranks
-        self.spans = build_spans(config.tracking) if policy.ranks.first else None
+        self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else None
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         self.state = policy.train_state(
             settings=config.optimizer,
@@ -145,7 +144,7 @@ class SFTTrainer:
         token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad = None
             if self.policy.full and torch.is_grad_enabled():
                 head_grad = self.policy.full.head_gradient()[: self.vocabulary]
@@ -257,9 +256,9 @@ def build_trainer(
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
         fresh=config.lora,
-        usual=command.usual("sft", config).lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
+        set_by_user=config.set_by_user,
         ranks=ranks,
     )
     policy = load_policy(

@@ -1,4 +1,4 @@
-"""What `collect` counts, and its files that a later run goes on with: the output, what was rejected, the settings."""
+"""The counts of `collect`, and its files that a later run goes on with: the output, the rejections, the settings."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.command import refuse_another_run, refuse_other_inputs
+from r3lite.core.earlier_output import refuse_another_run, refuse_other_inputs
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_text
@@ -17,13 +17,17 @@ from r3lite.core.records import parse
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 INPUTS = "# inputs: "
-# What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.
-REJECTIONS = {"gold": {"id", "reason", "source"}, "teacher": {"id", "reason"}, "self": {"id", "reasons"}}
+# By --source, the keys of a record of a question that is rejected, or of which some episodes are.
+REJECTIONS = {
+    "gold": {"id", "reason", "source"},
+    "teacher": {"id", "reason"},
+    "self": {"id", "reasons"},
+}
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier runs into the same file have written: trajectories, and records of what they rejected."""
+    """The records of earlier runs into the same file: trajectories, and what the runs rejected."""
 
     kept: list[dict]
     rejected: list[dict]
@@ -40,12 +44,15 @@ class Tally:
     rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
     gold: int = 0  # gold paragraphs that they need
-    found: int = 0  # of those, how many the retriever found itself
+    retrieved_gold: int = 0  # those of them that the retriever found itself
     extra: dict[str, object] = field(default_factory=dict)
 
-    def keep(self, steps: int, gold: int, found: int) -> None:
-        self.kept, self.steps = self.kept + 1, self.steps + steps
-        self.gold, self.found = self.gold + gold, self.found + found
+    def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
+        """Counts a trajectory with its steps, its gold paragraphs, and those of them that were retrieved."""
+        self.kept += 1
+        self.steps += steps
+        self.gold += gold
+        self.retrieved_gold += retrieved_gold
 
     def reject(self, question: Question, reason: str) -> None:
         self.rejected[reason] += 1
@@ -53,14 +60,22 @@ class Tally:
 
     def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
         """Counts a trajectory of which all documents were retrieved."""
-        documents = [d for step in steps for d in step.documents]
-        self.keep(len(steps), len(question.gold), len(question.gold_found(documents)))
+        documents = [document for step in steps for document in step.documents]
+        retrieved_gold = question.gold_found(documents)
+        self.keep(steps=len(steps), gold=len(question.gold), retrieved_gold=len(retrieved_gold))
 
     def table(self) -> str:
-        rows = [("questions", self.questions), ("trajectories kept", self.kept)]
-        rows += [(f"rejected: {reason}", n) for reason, n in self.rejected.most_common()]
-        rows.append(("mean steps", f"{self.steps / self.kept:.2f}" if self.kept else "-"))
-        rows.append(("gold paragraphs found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
+        """Returns the counts as lines of a name and a value."""
+        mean_steps = "-"
+        if self.kept:
+            mean_steps = f"{self.steps / self.kept:.2f}"
+        share_of_gold = "-"
+        if self.gold:
+            share_of_gold = f"{self.retrieved_gold / self.gold:.3f}"
+        rows: list[tuple[str, object]] = [("questions", self.questions), ("trajectories kept", self.kept)]
+        rows += [(f"rejected: {reason}", count) for reason, count in self.rejected.most_common()]
+        rows.append(("mean steps", mean_steps))
+        rows.append(("gold paragraphs found", share_of_gold))
         rows += self.extra.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -79,7 +94,7 @@ def ids(records: list[dict]) -> set[str]:
 
 
 def rejected_ids(output: Path) -> set[str]:
-    """The ids of the questions that `collect` rejected when it wrote a file; none if that is not known."""
+    """Returns the ids of the questions that `collect` rejected when it wrote a file; none if that is not known."""
     path = rejections_of(output)
     with contextlib.suppress(R3LiteError):
         if path.is_file():
@@ -88,10 +103,11 @@ def rejected_ids(output: Path) -> set[str]:
 
 
 def read_earlier(output: Path, source: str, config: Any) -> Earlier:
-    """What an earlier run into the same file has done. Refuses a file that this run may not go on writing.
+    """Returns the records of earlier runs into the same file.
 
-    Gold trajectories are written all at once, so a file with anything in it is not this run's. Other runs go on with
-    their own file only: the settings that they had are kept in `<output>.config.toml`.
+    Raises R3LiteError for a file that this run may not go on writing. Gold trajectories are written all at once, so a
+    file with anything in it is not this run's. Other runs go on with their own file only: `<output>.config.toml` has
+    the settings of the first run.
     """
 
     def is_kept(record: dict) -> bool:
@@ -103,39 +119,51 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     if source == "gold":
         if output.exists() and output.stat().st_size:
             raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
-        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", known=False)
+        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", confirmed=False)
         return Earlier([], [])
-    settings, files = config_of(output), (output, rejections_of(output))
-    if known := settings.exists() and any(path.exists() and path.stat().st_size for path in files):
+    settings = config_of(output)
+    rejections = rejections_of(output)
+    has_records = any(path.exists() and path.stat().st_size for path in (output, rejections))
+    is_continued = settings.exists() and has_records
+    if is_continued:
         refuse_another_run(settings, "collect", config, output, MORE)
-    pairs = zip(files, (is_kept, is_rejected), strict=True)
-    return Earlier(*(recover_jsonl(path, ours, f"collect --source {source}", known) for path, ours in pairs))
+    command = f"collect --source {source}"
+    return Earlier(
+        recover_jsonl(output, is_kept, command, confirmed=is_continued),
+        recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
+    )
 
 
 def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
-    """Keeps the settings of a run beside its output, with the fingerprints of what it reads as a comment.
+    """Writes the settings of a run beside its output, with the fingerprints of what it reads as a comment.
 
     Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
     """
-    kept = config_of(output)
-    if kept.exists() and (earlier.kept or earlier.rejected):
-        noted = [line for line in kept.read_text(encoding="utf-8").splitlines() if line.startswith(INPUTS)]
-        then = parse(noted[-1].removeprefix(INPUTS)) if noted else {}
-        refuse_other_inputs(then, inputs, "Restore it, or pass another --output.")
-    write_text(kept, f"{settings}{INPUTS}{json.dumps(inputs)}\n")
+    path = config_of(output)
+    if path.exists() and (earlier.kept or earlier.rejected):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        input_lines = [line for line in lines if line.startswith(INPUTS)]
+        inputs_of_earlier = {}
+        if input_lines:
+            inputs_of_earlier = parse(input_lines[-1].removeprefix(INPUTS))
+        refuse_other_inputs(inputs_of_earlier, inputs, "Restore it, or pass another --output.")
+    write_text(path, f"{settings}{INPUTS}{json.dumps(inputs)}\n")
 
 
 def check_output(output: Path, config: Any) -> None:
     """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
     remedy = "Pass a new file that ends in .jsonl."
     inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
-    inputs += [("--exclude", file) for file in config.data.exclude or ()]
+    inputs += [("--exclude", path) for path in config.data.exclude or ()]
     with explained(OSError, f"--output {output} cannot be written", "Pass another file."):
-        for flag, given in inputs:
-            if given and output.exists() and Path(given).exists() and output.samefile(given):
+        for flag, path in inputs:
+            if path and output.exists() and Path(path).exists() and output.samefile(path):
                 raise R3LiteError(f"--output {output} is also the file of {flag}", remedy)
         if output.exists() and not output.is_file():
-            raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
+            kind = "device"
+            if output.is_dir():
+                kind = "folder"
+            raise R3LiteError(f"--output {output} is a {kind}", remedy)
         check_writable(Path(os.path.realpath(output)).parent)
         if output.exists():
             open(output, "ab").close()

@@ -12,22 +12,39 @@ from functools import partial
 from typing import Any
 
 from r3lite.core.records import REQUIRED, InvalidRecord, Record, shown
-from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END
+from r3lite.protocols.chat_template import THINK, THOUGHT_END
 
-SHAREGPT_ROLES = {role: role for role in (*ROLES, "tool")} | {"human": "user", "gpt": "assistant"}
-SHAREGPT_ROLES |= {"function_call": "assistant", "observation": "tool"}  # LLaMA-Factory's
-SYSTEM, WEIGHTS, CALLED = ("system", "system_prompt"), ("weight", "train"), ("name", "arguments")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",
+    "gpt": "assistant",
+    # LLaMA-Factory's:
+    "function_call": "assistant",
+    "observation": "tool",
+}
+SYSTEM = ("system", "system_prompt")
+WEIGHTS = ("weight", "train")
+CALL_KEYS = ("name", "arguments")
 # Keys of a message of a role, beside those of its role and content.
-MESSAGE_KEYS = {"system": WEIGHTS, "user": WEIGHTS, "assistant": (*WEIGHTS, "reasoning_content", "tool_calls")}
-MESSAGE_KEYS["tool"] = (*WEIGHTS, "tool_call_id", "name")
-# What data sets say of a row that is nothing to learn: where it is from, what it is about, how it was made.
+MESSAGE_KEYS = {
+    "system": WEIGHTS,
+    "user": WEIGHTS,
+    "assistant": (*WEIGHTS, "reasoning_content", "tool_calls"),
+    "tool": (*WEIGHTS, "tool_call_id", "name"),
+}
+# Keys of a row that say nothing to learn: where it is from, what it is about, how it was made.
 IGNORED = ("id", "source", "dataset", "category", "subcategory", "task", "topic", "language", "difficulty", "quality",
            "model", "model_name", "title", "idx", "index", "uuid", "hash", "url", "license", "views", "avatarUrl",
            "prompt_id", "text", "custom_instruction", "skip_prompt_formatting")  # fmt: skip
 GLAIVE_ROLES = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "user"}
 GLAIVE_END = "<|endoftext|>"
-# Turns begin lines; if none of the assistant's does, they follow any space.
-GLAIVE_TURNS = [re.compile(rf"{start}({'|'.join(GLAIVE_ROLES)}):", re.M) for start in ("^", r"(?:(?<!\S)|(?<=\|>))")]
+GLAIVE_HEADING = f"({'|'.join(GLAIVE_ROLES)}):"
+GLAIVE_LINE_TURNS = re.compile(f"^{GLAIVE_HEADING}", re.M)
+# If no turn of the assistant begins a line, turns follow any space.
+GLAIVE_INLINE_TURNS = re.compile(rf"(?:(?<!\S)|(?<=\|>)){GLAIVE_HEADING}", re.M)
 
 
 @dataclass(frozen=True)
@@ -43,23 +60,30 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """What the first reply that is trained on answers: the user's messages before it."""
-        said = []
+        """The user's messages before the first reply that is trained on, which answers them."""
+        user_texts = []
         for message in self.messages:
-            if message["role"] == "assistant" and message.get("train", True):
+            if is_trained(message):
                 break
             if message["role"] == "user":
-                said.append(message["content"])
-        return "\n".join(said)
+                user_texts.append(message["content"])
+        return "\n".join(user_texts)
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.tools) or any(m["role"] == "tool" or "tool_calls" in m for m in self.messages)
+        if self.tools:
+            return True
+        return any(message["role"] == "tool" or "tool_calls" in message for message in self.messages)
+
+
+def is_trained(message: dict[str, Any]) -> bool:
+    """Returns whether a message is a reply of the assistant that is trained on."""
+    return message["role"] == "assistant" and message.get("train", True)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What makes messages of a row, and the keys that it reads, or may leave unread, beside its own and SYSTEM.
+    """Makes messages of a row; names the keys that it reads, or may leave unread, beside its own and SYSTEM.
 
     `asks` are the keys of the question and the gold answer of a trace, which is asked in RL as it is.
     """
@@ -71,89 +95,118 @@ class RowLayout:
 
 
 def turn(role: str, content: str) -> dict[str, Any]:
+    """Returns a message."""
     return {"role": role, "content": content}
 
 
 def reply(reasoning: str, answer: str) -> dict[str, Any]:
-    """An assistant's turn with a thought, whose tags some data sets keep."""
+    """Returns an assistant's turn with a thought, whose tags some data sets keep."""
     reasoning = reasoning.strip().removeprefix(THINK).removesuffix(THOUGHT_END).strip()
     return turn("assistant", f"{THINK}\n{reasoning}\n{THOUGHT_END}\n\n{answer.strip()}")
 
 
 def from_messages(row: Record) -> list[dict]:
-    """`messages` of `role` and `content`, as OpenAI's API and most chat data sets have them."""
-    return [_message(m, "role", m.choice("role", MESSAGE_KEYS), "content") for m in row.records("messages")]
+    """Reads `messages` of `role` and `content`, as OpenAI's API and most chat data sets have them."""
+    messages = []
+    for record in row.records("messages"):
+        role = record.choice("role", MESSAGE_KEYS)
+        messages.append(_message(record, role, role_key="role", text_key="content"))
+    return messages
 
 
 def from_sharegpt(row: Record) -> list[dict]:
-    """`conversations` of `from` and `value`, as ShareGPT's, OpenHermes-2.5's and LLaMA-Factory's rows have them."""
-    said = row.records("conversations")
-    return [_message(m, "from", SHAREGPT_ROLES[m.choice("from", SHAREGPT_ROLES)], "value") for m in said]
+    """Reads `conversations` of `from` and `value`, as ShareGPT's, OpenHermes-2.5's and LLaMA-Factory's rows have
+    them."""
+    messages = []
+    for record in row.records("conversations"):
+        role = SHAREGPT_ROLES[record.choice("from", SHAREGPT_ROLES)]
+        messages.append(_message(record, role, role_key="from", text_key="value"))
+    return messages
 
 
 def from_glaive(row: Record, key: str) -> list[dict]:
-    """`chat` beside `system`, or `sample` with both: one text of several turns, as Glaive's function calling has them.
+    """Reads `chat` beside `system`, or `sample` with both: one text of several turns, as Glaive's function calling has
+    them.
 
     Turns open with `USER:`, `ASSISTANT:`, ...; the assistant's end with `<|endoftext|>`. Calls stay as the assistant
     writes them, `<functioncall> {...}`; the response of a function is the next user turn, with its heading, as these
     chats name no tool.
     """
-    splits = [turns.split(row.text(key).strip()) for turns in GLAIVE_TURNS]
-    before, *pieces = splits["ASSISTANT" not in splits[0]]
-    if before or not pieces:
+    chat = row.text(key).strip()
+    pieces = GLAIVE_LINE_TURNS.split(chat)
+    if "ASSISTANT" not in pieces:
+        pieces = GLAIVE_INLINE_TURNS.split(chat)
+    preamble, *turns = pieces
+    if preamble or not turns:
         raise row.error(f"{key} does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
     messages = []
-    for heading, text in zip(pieces[::2], pieces[1::2], strict=True):
+    for heading, text in zip(turns[::2], turns[1::2], strict=True):
         text = text.strip().removesuffix(GLAIVE_END).strip()
         if GLAIVE_END in text:
             raise row.error(f"{key} has text after {GLAIVE_END} on the same line; turns must start on a new line")
-        messages.append(turn(GLAIVE_ROLES[heading], f"{heading}: {text}" if heading == "FUNCTION RESPONSE" else text))
+        if heading == "FUNCTION RESPONSE":
+            text = f"{heading}: {text}"
+        messages.append(turn(GLAIVE_ROLES[heading], text))
     return messages
 
 
 def from_alpaca(row: Record) -> list[dict]:
-    """`instruction`, `output` and perhaps an `input`, as Alpaca's and Evol-Instruct's rows have them, and a `history`
-    of pairs of earlier turns, as LLaMA-Factory's.
+    """Reads `instruction`, `output` and perhaps an `input`, as Alpaca's and Evol-Instruct's rows have them, and a
+    `history` of pairs of earlier turns, as LLaMA-Factory's.
 
     The input follows the instruction in the user's turn. Alpaca's own frame ("Below is an instruction ...") is left
     out: a chat model has its chat template.
     """
     messages = []
     for pair in row.items("history", ()):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise row.wrong("history", "a list of pairs of user message and reply")
-        messages += [turn("user", pair[0]), turn("assistant", pair[1].strip())]
-    asked, given = row.text("instruction"), row.text("input", "", blank=True)
-    asked = f"{asked}\n\n{given}" if given.strip() else asked
-    return [*messages, turn("user", asked), turn("assistant", row.text("output").strip())]
+        user, assistant = pair
+        messages += [turn("user", user), turn("assistant", assistant.strip())]
+    request = row.text("instruction")
+    input_text = row.text("input", "", blank=True)
+    if input_text.strip():
+        request = f"{request}\n\n{input_text}"
+    output = row.text("output").strip()
+    return [*messages, turn("user", request), turn("assistant", output)]
 
 
 def from_completion(row: Record) -> list[dict]:
-    """`prompt` and `completion`, both text, as OpenAI's first fine-tuning files and TRL's standard format have them."""
-    return [turn("user", row.text("prompt")), turn("assistant", row.text("completion").strip())]
+    """Reads `prompt` and `completion`, both text, as OpenAI's first fine-tuning files and TRL's standard format have
+    them."""
+    prompt = row.text("prompt")
+    completion = row.text("completion").strip()
+    return [turn("user", prompt), turn("assistant", completion)]
 
 
 def from_r1(row: Record) -> list[dict]:
-    """`question`, `reasoning` and `answer`: traces of a model that reasons first, such as DeepSeek-R1 (arXiv
+    """Reads `question`, `reasoning` and `answer`: traces of a model that reasons first, such as DeepSeek-R1 (arXiv
     2501.12948). The assistant writes the reasoning between `<think>` and `</think>`, then the answer."""
-    return [turn("user", row.text("question")), reply(row.text("reasoning"), row.text("answer"))]
+    question = row.text("question")
+    reasoning = row.text("reasoning")
+    answer = row.text("answer")
+    return [turn("user", question), reply(reasoning, answer)]
 
 
 def from_s1(row: Record) -> list[dict]:
-    """`question`, `thinking_trajectories` (one) and `attempt`, as s1K's rows have them (arXiv 2501.19393)."""
+    """Reads `question`, `thinking_trajectories` (one) and `attempt`, as s1K's rows have them (arXiv 2501.19393)."""
     thoughts = row.texts("thinking_trajectories")
     if len(thoughts) != 1 or not thoughts[0].strip():
         raise row.wrong("thinking_trajectories", "a list of one text")
-    return [turn("user", row.text("question")), reply(thoughts[0], row.text("attempt"))]
+    question = row.text("question")
+    attempt = row.text("attempt")
+    return [turn("user", question), reply(thoughts[0], attempt)]
 
 
 def from_openr1(row: Record) -> list[dict]:
-    """`problem` and `generations`, as OpenR1-Math-220k's rows have them: the first that is complete, and right by
+    """Reads `problem` and `generations`, as OpenR1-Math-220k's rows have them: the first that is complete, and right by
     Math-Verify or the judge, if the row has their verdicts."""
     generations = row.texts("generations")
     verdicts = {key: row.items(key) for key in OPENR1_VERDICTS if key in row}
-    if wrong := next((key for key, flags in verdicts.items() if len(flags) != len(generations)), None):
-        raise row.wrong(wrong, f"a list of {len(generations)}, one for each generation")
+    for key, flags in verdicts.items():
+        if len(flags) != len(generations):
+            raise row.wrong(key, f"a list of {len(generations)}, one for each generation")
     complete = verdicts.pop("is_reasoning_complete", [True] * len(generations))
     for i, generation in enumerate(generations):
         thought, _, answer = generation.partition(THOUGHT_END)
@@ -164,99 +217,144 @@ def from_openr1(row: Record) -> list[dict]:
 
 
 OPENR1_VERDICTS = ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
-OPENR1_IGNORED = "solution", "problem_type", "question_type", "finish_reasons", "correctness_count", "messages"
-OPENR1_ASKS, S1_ASKS = ("problem", "answer"), ("question", "solution")
-S1_IGNORED = "cot", "cot_type", "source_type", "metadata"
-# The keys that a row of a layout has, and what is made of it.
+# The keys that a row of a layout has, and how it is read.
 LAYOUTS = {
-    ("messages",): RowLayout(from_messages, ("tools",), ("prompt",)),
-    ("conversations",): RowLayout(from_sharegpt, ("tools",)),
+    ("messages",): RowLayout(from_messages, reads=("tools",), ignores=("prompt",)),
+    ("conversations",): RowLayout(from_sharegpt, reads=("tools",)),
     ("chat",): RowLayout(partial(from_glaive, key="chat")),
     ("sample",): RowLayout(partial(from_glaive, key="sample")),
-    ("instruction", "output"): RowLayout(from_alpaca, ("input", "history")),
+    ("instruction", "output"): RowLayout(from_alpaca, reads=("input", "history")),
     ("prompt", "completion"): RowLayout(from_completion),
     ("question", "reasoning", "answer"): RowLayout(from_r1, asks=("question", "answer")),
-    ("question", "thinking_trajectories", "attempt"): RowLayout(from_s1, ("solution",), S1_IGNORED, S1_ASKS),
-    ("problem", "generations"): RowLayout(from_openr1, ("answer", *OPENR1_VERDICTS), OPENR1_IGNORED, OPENR1_ASKS),
+    ("question", "thinking_trajectories", "attempt"): RowLayout(
+        from_s1,
+        reads=("solution",),
+        ignores=("cot", "cot_type", "source_type", "metadata"),
+        asks=("question", "solution"),
+    ),
+    ("problem", "generations"): RowLayout(
+        from_openr1,
+        reads=("answer", *OPENR1_VERDICTS),
+        ignores=("solution", "problem_type", "question_type", "finish_reasons", "correctness_count", "messages"),
+        asks=("problem", "answer"),
+    ),
 }
 KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors
 
 
-def _message(record: Record, role_key: str, role: str, key: str) -> dict:
-    """A message of ours from one that has its role and content under other keys."""
-    _refuse_others(record, (role_key, key, *MESSAGE_KEYS[role]))
+def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
+    """Returns a message of ours for one that has its role and content under other keys."""
+    _refuse_unknown(record, (role_key, text_key, *MESSAGE_KEYS[role]))
     calls = _objects(record, "tool_calls")
-    text = record.text(key, "" if calls else REQUIRED, blank=True)
+    default = REQUIRED
+    if calls:
+        default = ""
+    text = record.text(text_key, default, blank=True)
     if record.values[role_key] == "function_call":
-        text, calls = "", _objects(record, key)
-    made = turn(role, text)
-    if thought := record.text("reasoning_content", "", blank=True).strip():
+        text = ""
+        calls = _objects(record, text_key)
+    message = turn(role, text)
+    thought = record.text("reasoning_content", "", blank=True).strip()
+    if thought:
         if text.lstrip().startswith(THINK) or not (calls or text.strip()):
-            raise record.error(f"{record.path}reasoning_content needs a {key} that is not blank and has no thought")
-        made = reply(thought, text)
+            cause = f"{record.path}reasoning_content needs a {text_key} that is not blank and has no thought"
+            raise record.error(cause)
+        message = reply(thought, text)
+    is_excluded = _is_excluded(record, role)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    if is_excluded:
+        message["train"] = False
+    for name in ("tool_call_id", "name"):
+        if name in record:
+            message[name] = record.text(name)
+    return message
+
+
+def _is_excluded(record: Record, role: str) -> bool:
+    """Returns whether a message has a weight of 0; raises InvalidRecord for other weights than its role may have."""
     weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
-    known = (0, 1) if role == "assistant" else (0,)
-    if any(weight not in known for weight in weights.values()) or len(set(weights.values())) > 1:
-        given = " and ".join(f"{name} is {shown(weight)}" for name, weight in weights.items())
-        raise record.error(f"{given}: 0 and false exclude a message from training; 1 and true are for the assistant's")
-    made |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
-    made |= {"train": False} if 0 in weights.values() else {}
-    return made | {name: record.text(name) for name in ("tool_call_id", "name") if name in record}
+    allowed = [0]
+    if role == "assistant":
+        allowed.append(1)
+    are_allowed = all(weight in allowed for weight in weights.values())
+    if not are_allowed or len(set(weights.values())) > 1:
+        causes = " and ".join(f"{name} is {shown(weight)}" for name, weight in weights.items())
+        raise record.error(f"{causes}: 0 and false exclude a message from training; 1 and true are for the assistant's")
+    return 0 in weights.values()
 
 
 def _call(call: Record) -> dict:
-    """A call of a function, with its arguments as an object, as chat templates want it."""
-    function = call.record("function") if "function" in call else call
-    _refuse_others(call, ("id", "type", "index", *(CALLED if function is call else ["function"])))
-    _refuse_others(function, CALLED if function is not call else call.values)
+    """Returns a call of a function, with its arguments as an object, as chat templates want it."""
+    if "function" in call:
+        function = call.record("function")
+        _refuse_unknown(call, ("id", "type", "index", "function"))
+        _refuse_unknown(function, CALL_KEYS)
+    else:
+        function = call
+        _refuse_unknown(call, ("id", "type", "index", *CALL_KEYS))
     arguments = Record(function.parsed("arguments") or {}, call.source, f"{function.path}arguments.").values
-    named = {"id": call.text("id")} if "id" in call else {}
-    kind = call.choice("type", ("function",), "function")
-    return named | {"type": kind, "function": {"name": function.text("name"), "arguments": arguments}}
+    values: dict[str, Any] = {}
+    if "id" in call:
+        values["id"] = call.text("id")
+    values["type"] = call.choice("type", ("function",), "function")
+    values["function"] = {"name": function.text("name"), "arguments": arguments}
+    return values
 
 
 def _objects(record: Record, key: str) -> list[Record]:
-    """The objects of a list, or one alone."""
-    value = record.parsed(key) or []
-    values = value if isinstance(value, list) else [value]
-    return [Record(each, record.source, f"{record.path}{key}[{i}].") for i, each in enumerate(values)]
+    """Returns the objects of a list, or one alone."""
+    objects = record.parsed(key) or []
+    if not isinstance(objects, list):
+        objects = [objects]
+    return [Record(value, record.source, f"{record.path}{key}[{i}].") for i, value in enumerate(objects)]
 
 
-def _refuse_others(record: Record, known: Iterable[str]) -> None:
-    """Raises InvalidRecord, which names it, if a record has a key with something in it that is not `known`."""
+def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
+    """Raises InvalidRecord, which names it, if a record has a key with something in it that is not `allowed`."""
     for key, value in record.values.items():
-        if key not in known and value not in (None, [], {}) and not (isinstance(value, str) and not value.strip()):
-            cause = f"{record.source.where}: {record.path}{key} is {shown(value)}, but the key is unknown here"
-            raise InvalidRecord(cause, f"Remove the key if it is not needed. Known keys: {', '.join(known)}.")
+        if key in allowed or value in (None, [], {}):
+            continue
+        if isinstance(value, str) and not value.strip():
+            continue
+        cause = f"{record.source.where}: {record.path}{key} is {shown(value)}, but the key is unknown here"
+        raise InvalidRecord(cause, f"Remove the key if it is not needed. Known keys: {', '.join(allowed)}.")
 
 
-def layout_of(row: Record, others: Iterable[str] = ()) -> tuple[str, ...] | None:
-    """The keys of the row's layout, or None; raises InvalidRecord at several, or one beside a key of `others`.
+def layout_of(row: Record, other_keys: Iterable[str] = ()) -> tuple[str, ...] | None:
+    """Returns the keys of the row's layout; None if it has none.
 
-    Keys that another layout of the row knows, too, make no layout of their own.
+    Raises InvalidRecord at several layouts, or at one beside a key of `other_keys`. Keys that another layout of the row
+    knows, too, make no layout of their own.
     """
-    found = [keys for keys in LAYOUTS if all(key in row for key in keys)]
-    found = [keys for keys in found if not any(keys != one and set(keys) <= set(declared(one)) for one in found)]
-    if len(both := [*found, *((key,) for key in others if key in row)]) > 1:
-        raise row.error(f"the keys fit more than one layout: {'; '.join(', '.join(keys) for keys in both)}")
-    return found[0] if found else None
+    complete = [keys for keys in LAYOUTS if all(key in row for key in keys)]
+    layouts = [keys for keys in complete if not _is_covered(keys, complete)]
+    rivals = [*layouts, *((key,) for key in other_keys if key in row)]
+    if len(rivals) > 1:
+        raise row.error(f"the keys fit more than one layout: {'; '.join(', '.join(keys) for keys in rivals)}")
+    if not layouts:
+        return None
+    return layouts[0]
+
+
+def _is_covered(keys: tuple[str, ...], layouts: list[tuple[str, ...]]) -> bool:
+    """Returns whether another of the layouts knows all keys of one."""
+    return any(keys != layout and set(keys) <= set(declared(layout)) for layout in layouts)
 
 
 def declared(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """All keys that a row of a layout may have."""
+    """Returns all keys that a row of a layout may have."""
     return (*keys, *SYSTEM, *LAYOUTS[keys].reads, *LAYOUTS[keys].ignores, *IGNORED)
 
 
 def read_conversation(row: Record, id: str, keys: tuple[str, ...]) -> Conversation:
-    """The conversation of a row of that layout; raises InvalidRecord if nothing in it can be trained on."""
-    _refuse_others(row, declared(keys))
-    messages = LAYOUTS[keys].messages(row)
-    first = [m["content"] for m in messages[:1] if m["role"] == "system"]
-    given = [row.text(key, "", blank=True).strip().removeprefix("SYSTEM:").strip() for key in SYSTEM]
-    if len(systems := list(dict.fromkeys([*first, *filter(None, given)]))) > 1:
-        raise row.error(f"two different system messages, {shown(systems[0])} and {shown(systems[1])}")
-    messages = [*(turn("system", text) for text in systems), *messages[len(first) :]]
-    trained = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
+    """Returns the conversation of a row of the layout with these keys.
+
+    Raises InvalidRecord if nothing in it can be trained on.
+    """
+    _refuse_unknown(row, declared(keys))
+    messages = _with_system(row, LAYOUTS[keys].messages(row))
+    trained = [message for message in messages if is_trained(message)]
     for number, message in enumerate(messages, 1):
         if message["role"] == "system" and number > 1:
             raise row.error(f"message {number} is a system message; only message 1 can be one")
@@ -265,7 +363,32 @@ def read_conversation(row: Record, id: str, keys: tuple[str, ...]) -> Conversati
     if not trained:
         raise row.error("no assistant message with a weight other than 0: nothing to train on")
     tools = _objects(row, "tools")
-    for tool in tools:  # what a chat template calls it by
-        tool.choice("type", ("function",), "function")
-        (tool.record("function") if "function" in tool else tool).text("name")
+    for tool in tools:
+        _check_tool(tool)
     return Conversation(id, tuple(messages), tuple(tool.values for tool in tools))
+
+
+def _with_system(row: Record, messages: list[dict]) -> list[dict]:
+    """Returns the messages after the system message, which is one of them or stands beside them in the row."""
+    systems = []
+    if messages and messages[0]["role"] == "system":
+        system, *messages = messages
+        systems.append(system["content"])
+    for key in SYSTEM:
+        text = row.text(key, "", blank=True).strip()
+        text = text.removeprefix("SYSTEM:").strip()
+        if text:
+            systems.append(text)
+    systems = list(dict.fromkeys(systems))
+    if len(systems) > 1:
+        raise row.error(f"two different system messages, {shown(systems[0])} and {shown(systems[1])}")
+    return [turn("system", text) for text in systems] + messages
+
+
+def _check_tool(tool: Record) -> None:
+    """Raises InvalidRecord unless a tool has what a chat template calls it by."""
+    tool.choice("type", ("function",), "function")
+    function = tool
+    if "function" in tool:
+        function = tool.record("function")
+    function.text("name")

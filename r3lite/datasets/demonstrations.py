@@ -30,8 +30,9 @@ from r3lite.protocols.base import Protocol, one_line, same_query
 from r3lite.settings import CollectConfig, LengthSettings
 
 MISSED = "a query that does not find its gold paragraph"
-CHARACTERS = 4  # of English text that are a token, about: what of a document a model will be shown is in tokens
+CHARACTERS = 4  # of English text that are a token, about: the limit of a document's length is in tokens
 QUOTED = 600  # most characters that a step quotes: a step must fit into a turn of the model
+RETRIEVER_FAILED = "the retriever failed"
 
 
 def write_gold(
@@ -39,84 +40,136 @@ def write_gold(
 ) -> Tally:
     """Writes a trajectory for every question with a decomposition whose hops the retriever finds, and before that the
     ids of the other questions to `<output>.rejected.jsonl`."""
-    tally, usable, written = Tally(len(questions)), [], []
-    by_evidence = config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans
+    tally = Tally(len(questions))
+    uses_evidence = config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans
+    usable = []
     for question in questions:
-        reason = gold.obstacle(question, config.lengths.max_hops, protocol.searches)
-        if not (reason or by_evidence):
-            steps = gold.shown(question, [[hop.document] for hop in question.hops], protocol)
-            idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
-            reason = WITHOUT_SEARCH if idle else check_steps(steps, protocol)
+        reason = gold.obstacle(question, config.lengths.max_hops, searches=protocol.searches)
+        if not reason and not uses_evidence:
+            reason = _problem_of_sub_questions(config, question, protocol)
         if reason:
             tally.reject(question, reason)
         else:
             usable.append(question)
-    if by_evidence:
-        for made in demonstrate(usable, retrieve, config.lengths):
-            steps = gold.verified(made.question, made.steps, protocol)
-            if reason := made.rejected or check_steps(steps, protocol):
-                tally.reject(made.question, reason)
-                continue
-            written.append(Trajectory.of(made.question, steps, "gold"))
-            tally.keep_retrieved(made.question, steps)
+    if uses_evidence:
+        trajectories = by_evidence(usable, protocol, retrieve, lengths=config.lengths, tally=tally)
     else:
-        written = by_sub_questions(config, usable, protocol, retrieve, tally)
+        trajectories = by_sub_questions(config, usable, protocol, retrieve=retrieve, tally=tally)
     if tally.rejections:
         write_jsonl(rejections_of(output), tally.rejections)
     else:
         rejections_of(output).unlink(missing_ok=True)  # of a run that was killed before it wrote the trajectories
-    write_jsonl(output, (t.to_json() for t in written))
+    write_jsonl(output, (trajectory.to_json() for trajectory in trajectories))
     return tally
+
+
+def _problem_of_sub_questions(config: CollectConfig, question: Question, protocol: Protocol) -> str | None:
+    """Returns why a question cannot be demonstrated by its sub-questions, whatever is retrieved; None if it can."""
+    steps = gold.demonstration(question, [[hop.document] for hop in question.hops], protocol)
+    if config.collect.without_search == "drop" and not any(step.searches for step in steps):
+        return WITHOUT_SEARCH
+    return check_steps(steps, protocol)
+
+
+def by_evidence(
+    questions: list[Question],
+    protocol: Protocol,
+    retrieve: Retrieve,
+    lengths: LengthSettings,
+    tally: Tally,
+) -> list[Trajectory]:
+    """Returns trajectories that write down the evidence that their queries find; counts them, and the rejections."""
+    trajectories = []
+    for demonstration in demonstrate(questions, retrieve, lengths):
+        question = demonstration.question
+        steps = gold.verified(question, demonstration.steps, protocol)
+        reason = demonstration.rejected or check_steps(steps, protocol)
+        if reason:
+            tally.reject(question, reason)
+            continue
+        trajectories.append(Trajectory.of(question, steps, "gold"))
+        tally.keep_retrieved(question, steps)
+    return trajectories
 
 
 def by_sub_questions(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
 ) -> list[Trajectory]:
-    """Trajectories whose queries are the sub-questions of the decompositions; for a protocol without search nothing is
-    retrieved. A question of which a gold paragraph is not found is rejected, unless --insert-gold puts it there."""
-    asked = gold.planned_searches if protocol.plans else lambda question: list(map(Search, queries(question)))
+    """Returns trajectories whose queries are the sub-questions of the decompositions; for a protocol without search
+    nothing is retrieved. A question of which a gold paragraph is not found is rejected, unless --insert-gold puts it
+    there."""
     documents_of: list[list[list[Document]]] = [[] for _ in questions]  # by question and hop
-    found, rejected = [0] * len(questions), {}
-    for hop in range(max((len(q.hops) for q in questions), default=0) if protocol.searches else 0):
+    retrieved_gold = [0] * len(questions)
+    rejected: dict[int, str] = {}  # why, by the question's number
+    hops = 0
+    if protocol.searches:
+        hops = max((len(question.hops) for question in questions), default=0)
+    for hop in range(hops):
         # One batch for the first queries of all questions, then one for the second queries, ...
-        asking = [i for i, q in enumerate(questions) if hop < len(q.hops)]
-        answers = retrieve_all(retrieve, [(questions[i], asked(questions[i])[hop]) for i in asking])
-        for i, outcome in zip(asking, answers, strict=True):
+        numbers = [i for i, question in enumerate(questions) if hop < len(question.hops)]
+        batch = []
+        for i in numbers:
+            searches = _searches(questions[i], protocol)
+            batch.append((questions[i], searches[hop]))
+        outcomes = retrieve_all(retrieve, batch)
+        for i, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                rejected[i] = "the retriever failed"
+                rejected[i] = RETRIEVER_FAILED
                 outcome = []
-            seed = f"{config.common.seed}/{questions[i].id}/{hop}"
-            documents, was_there = gold.with_gold(questions[i], hop, outcome, config.retrieval.top_k, seed)
+            documents, has_gold = gold.with_gold(
+                questions[i],
+                hop,
+                outcome,
+                top_k=config.retrieval.top_k,
+                seed=f"{config.common.seed}/{questions[i].id}/{hop}",
+            )
             documents_of[i].append(documents)
-            found[i] += was_there
-            if not (was_there or config.collect.insert_gold):
+            if has_gold:
+                retrieved_gold[i] += 1
+            elif not config.collect.insert_gold:
                 rejected.setdefault(i, MISSED)
-    written = []
-    for i, (q, documents) in enumerate(zip(questions, documents_of, strict=True)):
+    trajectories = []
+    for i, (question, documents) in enumerate(zip(questions, documents_of, strict=True)):
         if i in rejected:
-            tally.reject(q, rejected[i])
+            tally.reject(question, rejected[i])
             continue
-        draw = random.Random(f"{config.common.seed}/{q.id}/hurried").random()
-        asked = gold.hasty(q) if draw < config.collect.hurried_share and len(q.hops) > 1 else q
-        written.append(Trajectory.of(q, gold.shown(asked, documents, protocol), "gold"))
-        tally.keep(len(written[-1].steps), len(documents), found[i])
-    return written
+        answered = question
+        draw = random.Random(f"{config.common.seed}/{question.id}/hurried").random()
+        if draw < config.collect.hurried_share and len(question.hops) > 1:
+            answered = gold.hasty(question)
+        steps = gold.demonstration(answered, documents, protocol)
+        trajectories.append(Trajectory.of(question, steps, "gold"))
+        tally.keep(steps=len(steps), gold=len(documents), retrieved_gold=retrieved_gold[i])
+    return trajectories
+
+
+def _searches(question: Question, protocol: Protocol) -> list[Search]:
+    """Returns the searches of a question's hops, with the answers of earlier ones filled in."""
+    if protocol.plans:
+        return gold.planned_searches(question)
+    return list(map(Search, queries(question)))
 
 
 def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: LengthSettings) -> list["Demonstration"]:
-    """A demonstration of each question: one batch for the first queries of all, then one for the second ones, ...
+    """Returns a demonstration of each question: one batch for the first queries of all, then one for the second
+    ones, ...
 
     What stands further back in a document than about --max-document-tokens counts as not there.
     """
-    made = [Demonstration(q, lengths.max_hops, CHARACTERS * lengths.max_document_tokens) for q in questions]
-    while going := [one for one in made if not one.is_over]:
-        asked = [(one.question, Search(one.steps[-1].queries[0])) for one in going]
-        for one, outcome in zip(going, retrieve_all(retrieve, asked), strict=True):
+    document_length = CHARACTERS * lengths.max_document_tokens
+    demonstrations = [Demonstration(question, lengths.max_hops, document_length) for question in questions]
+    while unfinished := [demonstration for demonstration in demonstrations if not demonstration.is_over]:
+        batch = []
+        for demonstration in unfinished:
+            query = demonstration.steps[-1].queries[0]
+            batch.append((demonstration.question, Search(query)))
+        outcomes = retrieve_all(retrieve, batch)
+        for demonstration, outcome in zip(unfinished, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                one.rejected = "the retriever failed"
+                demonstration.rejected = RETRIEVER_FAILED
             else:
-                one.add(outcome)
-    return made
+                demonstration.add(outcome)
+    return demonstrations
 
 
 @dataclass
@@ -128,13 +181,14 @@ class Demonstration:
     document_length: int  # characters of a document that can be read
     steps: list[Step] = field(default_factory=list)
     rejected: str | None = None
-    _found: set[int] = field(default_factory=set)  # hops whose evidence is written down
+    _covered: set[int] = field(default_factory=set)  # hops whose evidence is written down
     _queries: list[str] = field(init=False)  # of each hop, with the answers of earlier ones
-    _untried: list[str] = field(default_factory=list)  # what could be asked instead of the last step's query
+    _untried: list[str] = field(default_factory=list)  # queries that could take the place of the last step's query
 
     def __post_init__(self):
         self._queries = queries(self.question)
-        self.steps.append(Step.asking(_opening(self.question), one_line(self.question.text)))
+        first_query = one_line(self.question.text)
+        self.steps.append(Step.asking(_opening(self.question), first_query))
 
     @property
     def is_over(self) -> bool:
@@ -143,61 +197,87 @@ class Demonstration:
     def add(self, documents: Sequence[Document]) -> None:
         """Takes the documents of the last step's query, and writes the next step."""
         self.steps[-1] = self.steps[-1].with_documents([documents])
-        news = []
-        for i in self._missing:
+        new_hops = []
+        for hop in self._missing:
             # A sub-question that refers to others waits for them, as nothing says before that its answer matters.
-            waits = self._sub_question(i) and not used(self.question.hops[i]) <= self._found
-            if not waits and self._is_read(i):
-                news.append(i)
-                self._found.add(i)
-        if not news and len(self.steps) > 1:
-            if self._untried:
-                self.steps[-1] = Step.asking(self.steps[-1].analysis, self._untried.pop(0))
-            else:
-                self.rejected = MISSED
+            waits = self._sub_question(hop) and not used(self.question.hops[hop]) <= self._covered
+            if not waits and self._is_read(hop):
+                new_hops.append(hop)
+                self._covered.add(hop)
+        if not new_hops and len(self.steps) > 1:
+            self._replace_query()
             return
-        analysis = " ".join(dict.fromkeys(self._fact(i) for i in news)) or "Nothing of use was found."
+        analysis = " ".join(dict.fromkeys(self._fact(hop) for hop in new_hops)) or "Nothing of use was found."
         if len(analysis) > QUOTED:
             self.rejected = f"more than {QUOTED} characters to quote in a step"
-        elif missing := self._missing:
-            self._ask(analysis, missing)
+        elif self._missing:
+            self._ask(analysis, self._missing)
         elif self._answer_stands_in_documents():
-            analysis = " ".join(filter(None, [analysis, compared(self.question)]))
+            comparison = compared(self.question)
+            if comparison:
+                analysis = f"{analysis} {comparison}"
             self.steps.append(Step(analysis, answer=self.question.answers[0]))
         else:
             self.rejected = "an answer that stands in no retrieved document"
 
+    def _replace_query(self) -> None:
+        """Puts another query in the place of the last step's, which found nothing new."""
+        if self._untried:
+            query = self._untried.pop(0)
+            self.steps[-1] = Step.asking(self.steps[-1].analysis, query)
+        else:
+            self.rejected = MISSED
+
     @property
     def _missing(self) -> list[int]:
-        return [i for i in range(len(self.question.hops)) if i not in self._found]
+        return [hop for hop in range(len(self.question.hops)) if hop not in self._covered]
 
-    def _is_read(self, i: int) -> bool:
-        """Whether the fact of a hop stands in its gold paragraph, as it was retrieved so far."""
-        hop = self.question.hops[i]
-        gold = self.question.gold_index(hop.document)
-        found = [d for step in self.steps for d in step.documents if self.question.gold_index(d) == gold]
-        texts = [d.text[: self.document_length] for d in found]
-        if self._sub_question(i):
+    def _texts_of(self, paragraph: Document) -> list[str]:
+        """Returns the texts of a gold paragraph, or of parts of it, that were retrieved so far."""
+        index = self.question.gold_index(paragraph)
+        texts = []
+        for step in self.steps:
+            for document in step.documents:
+                if self.question.gold_index(document) == index:
+                    texts.append(document.text[: self.document_length])
+        return texts
+
+    def _is_read(self, number: int) -> bool:
+        """Returns whether the fact of a hop stands in its gold paragraph, as it was retrieved so far."""
+        hop = self.question.hops[number]
+        texts = self._texts_of(hop.document)
+        if self._sub_question(number):
             return any(stands_in(hop.answer, text) for text in texts)
-        return any(hop.evidence and all(folded(s) in folded(text) for s in hop.evidence) for text in texts)
+        if not hop.evidence:
+            return False
+        return any(all(folded(sentence) in folded(text) for sentence in hop.evidence) for text in texts)
 
-    def _fact(self, i: int) -> str:
-        """What a hop has found: its sub-question and the answer, or the title of its paragraph and the evidence."""
-        hop, asked = self.question.hops[i], self._sub_question(i)
-        name = name_of(hop.document.title)
-        return one_line(f"{asked} {hop.answer}." if asked else f"{name}: {' '.join(hop.evidence)}")
+    def _fact(self, number: int) -> str:
+        """Returns the fact of a hop: its sub-question and the answer, or the title of its paragraph and the
+        evidence."""
+        hop = self.question.hops[number]
+        sub_question = self._sub_question(number)
+        if sub_question:
+            return one_line(f"{sub_question} {hop.answer}.")
+        return one_line(f"{name_of(hop.document.title)}: {' '.join(hop.evidence)}")
 
-    def _sub_question(self, i: int) -> str | None:
-        """The sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
-        asked = self._queries[i]
-        return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
+    def _sub_question(self, number: int) -> str | None:
+        """Returns the sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
+        query = self._queries[number]
+        if query.endswith("?") and not same_query(query, self.question.text):
+            return query
+        return None
 
     def _ask(self, analysis: str, missing: Sequence[int]) -> None:
         """Adds a step that looks up the first of the missing hops, or a later one if nothing finds the first."""
-        written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
-        asked = [query for step in self.steps for query in step.queries]
-        choices = [one_line(choice) for i in missing for choice in self._choices(i, written)]
-        fresh = [c for c in dict.fromkeys(choices) if not any(same_query(c, query) for query in asked)]
+        analyses = [step.analysis for step in self.steps]
+        context = " ".join([self.question.text, *analyses, analysis])
+        earlier = [query for step in self.steps for query in step.queries]
+        candidates = [one_line(query) for hop in missing for query in self._candidates(hop, context)]
+        fresh = []
+        for query in dict.fromkeys(candidates):
+            if not any(same_query(query, earlier_query) for earlier_query in earlier):
+                fresh.append(query)
         if not fresh:
             self.rejected = "no query known for a missing paragraph"
         elif len(self.steps) == self.max_hops:
@@ -206,22 +286,43 @@ class Demonstration:
             first, *self._untried = fresh
             self.steps.append(Step.asking(analysis, first))
 
-    def _choices(self, i: int, written: str) -> list[str]:
-        """What looks up a hop: the name of its paragraph, if the question or what was `written` down has it (retrievers
-        find it oftener by that), then its sub-question with the answers of earlier hops."""
+    def _candidates(self, number: int, context: str) -> list[str]:
+        """Returns the queries that look up a hop: the name of its paragraph, if the `context` has it (retrievers find
+        it oftener by that), then its sub-question with the answers of earlier hops.
+
+        The context is the question and all that was written down.
+        """
         hops = self.question.hops
-        name = name_of(hops[i].document.title)
-        known = all(j in self._found and stands_in(hops[j].answer, written) for j in used(hops[i]))
-        return [name] * stands_in(name, written) + [self._queries[i]] * known
+        candidates = []
+        name = name_of(hops[number].document.title)
+        if stands_in(name, context):
+            candidates.append(name)
+        if all(self._is_stated(hop, context) for hop in used(hops[number])):
+            candidates.append(self._queries[number])
+        return candidates
+
+    def _is_stated(self, number: int, context: str) -> bool:
+        """Returns whether the answer of a hop stands in the context, written down with its evidence."""
+        if number not in self._covered:
+            return False
+        return stands_in(self.question.hops[number].answer, context)
 
     def _answer_stands_in_documents(self) -> bool:
-        answer, documents = self.question.answers[0], [d for step in self.steps for d in step.documents]
-        texts = [f"{d.title} {d.text[: self.document_length]}" for d in documents]
-        return normalize(answer) in VERDICTS or any(stands_in(answer, text) for text in texts)
+        answer = self.question.answers[0]
+        if normalize(answer) in VERDICTS:
+            return True
+        for step in self.steps:
+            for document in step.documents:
+                if stands_in(answer, f"{document.title} {document.text[: self.document_length]}"):
+                    return True
+        return False
 
 
 def _opening(question: Question) -> str:
-    """What the question names, by the titles of its gold paragraphs."""
-    names = dict.fromkeys(name_of(d.title) for d in question.gold)
-    known = sorted((question.text.find(name), name) for name in names if stands_in(name, question.text))
-    return f"The question names {' and '.join(name for _, name in known)}." if known else "The question names nothing."
+    """Returns a sentence that tells the names in the question that are titles of its gold paragraphs."""
+    names = dict.fromkeys(name_of(paragraph.title) for paragraph in question.gold)
+    in_question = [name for name in names if stands_in(name, question.text)]
+    if not in_question:
+        return "The question names nothing."
+    in_question.sort(key=lambda name: (question.text.find(name), name))
+    return f"The question names {' and '.join(in_question)}."

@@ -37,7 +37,10 @@ DATE = re.compile(
 
 
 def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | None:
-    """Why no demonstration can be made of a question, or None; one that does not search needs no paragraphs."""
+    """Returns why a question cannot be demonstrated; None if it can.
+
+    Without `searches` it needs no paragraphs.
+    """
     if not question.hops:
         return "no decomposition"
     if len(question.hops) > max_hops:
@@ -48,17 +51,20 @@ def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | 
 
 
 def queries(question: Question) -> list[str]:
-    """The questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
+    """Returns the questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
 
     filled: list[str] = []
 
     def fill(match: re.Match) -> str:
-        before, earlier = match[1] or "", int(match[2])
-        if not 1 <= earlier <= len(filled):
+        preposition = match[1] or ""
+        number = int(match[2])
+        if not 1 <= number <= len(filled):
             return match[0]  # part of a name, such as Mambo #5
-        answer = question.hops[earlier - 1].answer
+        answer = question.hops[number - 1].answer
         # MuSiQue has answers such as `in New Delhi`, which must not become `in in New Delhi`.
-        return answer if before and answer.lower().startswith(before.lower()) else before + answer
+        if preposition and answer.lower().startswith(preposition.lower()):
+            return answer
+        return preposition + answer
 
     for hop in question.hops:
         filled.append(re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", fill, hop.question))
@@ -66,65 +72,93 @@ def queries(question: Question) -> list[str]:
 
 
 def plan_of(question: Question) -> Plan:
-    """The hops as nodes A, B, ...: `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's,
-    become `{A}`, unless the question itself names it."""
-    nodes, edges = [], []
+    """Returns the hops as nodes A, B, ...
+
+    `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's, become `{A}`, unless the question
+    itself names it.
+    """
+    nodes = []
+    edges = []
     for i, hop in enumerate(question.hops):
+        name = _node_name(i)
         query = one_line(re.sub(r"[{}]", "", hop.question))
-        for j, earlier in enumerate(question.hops[:i]):
-            name = chr(ord("A") + j)
-            query = re.sub(rf"#{j + 1}(?!\d)", f"{{{name}}}", query)
-            literal = re.compile(rf"(?<!\w){re.escape(one_line(earlier.answer))}(?!\w)", re.IGNORECASE)
+        for j, earlier_hop in enumerate(question.hops[:i]):
+            earlier_name = _node_name(j)
+            reference = f"{{{earlier_name}}}"
+            query = re.sub(rf"#{j + 1}(?!\d)", reference, query)
+            answer = re.escape(one_line(earlier_hop.answer))
+            literal = re.compile(rf"(?<!\w){answer}(?!\w)", re.IGNORECASE)
             if not literal.search(question.text):
-                query = literal.sub(f"{{{name}}}", query)
-            if f"{{{name}}}" in query:
-                edges.append((name, chr(ord("A") + i)))
-        nodes.append(Node(chr(ord("A") + i), query))
+                query = literal.sub(reference, query)
+            if reference in query:
+                edges.append((earlier_name, name))
+        nodes.append(Node(name, query))
     return Plan(tuple(nodes), tuple(edges))
 
 
+def _node_name(number: int) -> str:
+    return chr(ord("A") + number)
+
+
 def planned_searches(question: Question) -> list[Search]:
-    """The searches of the plan's nodes, with the gold answers of others filled in."""
-    plan, answers = plan_of(question), _answers(question)
+    """Returns the searches of the plan's nodes, with the gold answers of others filled in."""
+    plan = plan_of(question)
+    answers = _answers(question)
     return [Search(node.filled(answers), source=node.source) for node in plan.nodes]
 
 
 def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
-    """The steps of a demonstration that plans; arguments as in `steps`."""
-    plan, answers = plan_of(question), _answers(question)
-    found, said, written = dict(zip(answers, documents)), plan.text(), []
+    """Returns the steps of a demonstration that plans; `documents[k]` are those of hop k."""
+    plan = plan_of(question)
+    answers = _answers(question)
+    documents_of = dict(zip(answers, documents))  # by the names of the nodes
+    text = plan.text()
+    demonstrated = []
     for level in plan.levels:
-        written.append(Step(said, tuple(Search(n.filled(answers), tuple(found[n.name]), n.source) for n in level)))
-        said = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
-    return *written, Step(said, answer=question.answers[0])
+        searches = []
+        for node in level:
+            query = node.filled(answers)
+            documents_of_node = tuple(documents_of[node.name])
+            searches.append(Search(query, documents_of_node, node.source))
+        demonstrated.append(Step(text, tuple(searches)))
+        text = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
+    return *demonstrated, Step(text, answer=question.answers[0])
 
 
 def _answers(question: Question) -> dict[str, str]:
-    return {chr(ord("A") + i): one_line(hop.answer) for i, hop in enumerate(question.hops)}
+    """Returns the answers of the hops by the names of their nodes."""
+    return {_node_name(i): one_line(hop.answer) for i, hop in enumerate(question.hops)}
 
 
 def with_gold(
-    question: Question, hop: int, found: Sequence[Document], top_k: int, seed: str
+    question: Question,
+    hop: int,
+    retrieved: Sequence[Document],
+    top_k: int,
+    seed: str,
 ) -> tuple[list[Document], bool]:
-    """The documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
+    """Returns the documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
 
     A missing paragraph replaces the last document and is put at a random place: a model would learn a fixed one.
     """
     gold = question.hops[hop].document
-    if any(question.gold_index(d) == question.gold_index(gold) for d in found):
-        return list(found), True
-    kept = list(found[: top_k - 1])
-    kept.insert(random.Random(seed).randint(0, len(kept)), gold)
-    return kept, False
+    gold_index = question.gold_index(gold)
+    if any(question.gold_index(document) == gold_index for document in retrieved):
+        return list(retrieved), True
+    documents = list(retrieved[: top_k - 1])
+    documents.insert(random.Random(seed).randint(0, len(documents)), gold)
+    return documents, False
 
 
 def hasty(question: Question) -> Question:
-    """A question without its last hop, whose answer is the one before that: well-formed but wrong to demonstrate."""
-    return replace(question, hops=question.hops[:-1], answers=(question.hops[-2].answer,))
+    """Returns a question without its last hop, whose answer is the one before that: well-formed but wrong to
+    demonstrate."""
+    answer = question.hops[-2].answer
+    return replace(question, hops=question.hops[:-1], answers=(answer,))
 
 
-def shown(question: Question, documents: Sequence[Sequence[Document]], protocol: Protocol) -> tuple[Step, ...]:
-    """The demonstration of a question in a protocol; `documents[k]` are those of hop k."""
+def demonstration(question: Question, documents: Sequence[Sequence[Document]], protocol: Protocol) -> tuple[Step, ...]:
+    """Returns the steps that demonstrate a question in a protocol; `documents[k]` are those of hop k."""
     if protocol.plans:
         return planned(question, documents)
     if not protocol.searches:
@@ -133,81 +167,115 @@ def shown(question: Question, documents: Sequence[Sequence[Document]], protocol:
 
 
 def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> tuple[Step, ...]:
-    """The steps; in a protocol that verifies, the last says by their numbers which documents show what was found."""
+    """Returns the steps; in a protocol that verifies, the last says by their numbers which documents show the
+    facts."""
     if not protocol.verifies:
         return tuple(steps)
-    numbered = [(number, d) for step in steps for number, d in enumerate(step.documents, 1)]
-    found = {question.gold_index(d): f"[{number}] {one_line(d.title)} shows" for number, d in reversed(numbered)}
-    hops = [(question.gold_index(hop.document), one_line(hop.answer)) for hop in question.hops]
-    evidence = ", ".join(f"{found[i]} {answer}" for i, answer in hops if i in found)
-    return *steps[:-1], replace(steps[-1], verification=evidence and _sentence(evidence))
+    sources: dict[int | None, str] = {}  # the first document of each gold paragraph
+    for step in steps:
+        for number, document in enumerate(step.documents, 1):
+            sources.setdefault(question.gold_index(document), f"[{number}] {one_line(document.title)} shows")
+    facts = []
+    for hop in question.hops:
+        index = question.gold_index(hop.document)
+        if index in sources:
+            facts.append(f"{sources[index]} {one_line(hop.answer)}")
+    verification = ""
+    if facts:
+        verification = _sentence(", ".join(facts))
+    return *steps[:-1], replace(steps[-1], verification=verification)
 
 
-def steps(question: Question, documents: Sequence[Sequence[Document]], most: int = 1) -> tuple[Step, ...]:
-    """The steps of a demonstration; `documents[k]` are those of hop k. At most `most` are looked up at once, which do
-    not wait for one another."""
-    asked, groups = queries(question), [[]]
+def steps(question: Question, documents: Sequence[Sequence[Document]], most_queries: int = 1) -> tuple[Step, ...]:
+    """Returns the steps of a demonstration; `documents[k]` are those of hop k.
+
+    A step looks up at most `most_queries` hops, which do not wait for one another.
+    """
+    sub_questions = queries(question)
+    groups: list[list[int]] = [[]]  # the hops of each step
     for i, hop in enumerate(question.hops):
-        if len(groups[-1]) == most or used(hop) & set(groups[-1]):
+        if len(groups[-1]) == most_queries or used(hop) & set(groups[-1]):
             groups.append([])
         groups[-1].append(i)
-    found, written = "", []
+    opening = "I need to find out:"
+    facts = ""
+    demonstrated = []
     for group in groups:
-        opening = f"{found} Next I need to find out:" if found else "I need to find out:"
-        searches = tuple(Search(asked[i], tuple(documents[i])) for i in group)
-        written.append(Step(f"{opening} {' '.join(asked[i] for i in group)}", searches))
-        found = " ".join(f"{asked[i]} {_sentence(question.hops[i].answer)}" for i in group)
-    return *written, Step(f"{found} This gives the answer.", answer=question.answers[0])
+        searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in group)
+        analysis = f"{opening} {' '.join(sub_questions[i] for i in group)}"
+        demonstrated.append(Step(analysis, searches))
+        facts = " ".join(f"{sub_questions[i]} {_sentence(question.hops[i].answer)}" for i in group)
+        opening = f"{facts} Next I need to find out:"
+    return *demonstrated, Step(f"{facts} This gives the answer.", answer=question.answers[0])
 
 
 def without_search(question: Question) -> tuple[Step, ...]:
-    """The only step of a demonstration that does not search: the facts of all hops, then the answer."""
+    """Returns the only step of a demonstration that does not search: the facts of all hops, then the answer."""
     facts = [f"{query} {_sentence(hop.answer)}" for query, hop in zip(queries(question), question.hops)]
-    return (Step(" ".join([*facts, "This gives the answer."]), answer=question.answers[0]),)
+    analysis = " ".join([*facts, "This gives the answer."])
+    return (Step(analysis, answer=question.answers[0]),)
 
 
 def _sentence(text: str) -> str:
-    return text if text.rstrip("\"'").endswith((".", "!", "?")) else f"{text}."
+    """Returns a text that ends like a sentence."""
+    if text.rstrip("\"'").endswith((".", "!", "?")):
+        return text
+    return f"{text}."
 
 
 def compared(question: Question) -> str | None:
-    """What the last two facts of a comparison come to; None if they are not two, or are of another kind than these.
+    """Returns what the last two facts of a comparison come to.
 
+    It is None if they are not two, or are of another kind than these:
     `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` if two dates decide,
     of what the question asks about; `India and Italian are not the same.` if it asks whether they are.
     """
-    ends = sorted(set(range(len(question.hops))).difference(*map(used, question.hops)))
+    all_hops = set(range(len(question.hops)))
+    ends = sorted(all_hops.difference(*map(used, question.hops)))
     if "comparison" not in question.type or len(ends) != 2:
         return None
-    answer, facts = normalize(question.answers[0]), [question.hops[i].answer for i in ends]
+    answer = normalize(question.answers[0])
+    facts = [question.hops[i].answer for i in ends]
     if answer in ("yes", "no") and "same" in question.text.split():
-        return f"{facts[0]} and {facts[1]} are {'the same' if answer == 'yes' else 'not the same'}."
+        verdict = "not the same"
+        if answer == "yes":
+            verdict = "the same"
+        return f"{facts[0]} and {facts[1]} are {verdict}."
     names = [subject(question, i) for i in ends]
-    parts = [(date(fact), f"{name} ({fact})") for name, fact in zip(names, facts, strict=True)]
-    (first, earlier), (last, later) = sorted(parts, key=lambda one: one[0] or ())
+    dated = []
+    for name, fact in zip(names, facts, strict=True):
+        dated.append((date(fact) or (), f"{name} ({fact})"))
+    (first_date, first), (last_date, last) = sorted(dated, key=lambda entry: entry[0])
     # Of two dates that begin alike one says only the year, or they are the same.
-    decided = first and last[: len(first)] != first and sum(normalize(name) == answer for name in names) == 1
-    return f"{earlier} is before {later}." if decided else None
+    is_decided = first_date and last_date[: len(first_date)] != first_date
+    if is_decided and sum(normalize(name) == answer for name in names) == 1:
+        return f"{first} is before {last}."
+    return None
 
 
 def used(hop: Hop) -> set[int]:
-    """The hops whose answers the sub-question of a hop refers to."""
+    """Returns the hops whose answers the sub-question of a hop refers to."""
     return {int(number) - 1 for number in re.findall(r"#(\d{1,9})(?!\d)", hop.question)}
 
 
 def subject(question: Question, hop: int) -> str:
-    """What a chain of hops begins with: the name of its first paragraph."""
-    before = used(question.hops[hop])
-    return subject(question, min(before)) if before else name_of(question.hops[hop].document.title)
+    """Returns what a chain of hops is about: the name of its first paragraph."""
+    earlier_hops = used(question.hops[hop])
+    if earlier_hops:
+        return subject(question, min(earlier_hops))
+    return name_of(question.hops[hop].document.title)
 
 
 def date(text: str) -> tuple[int, ...] | None:
-    """Year, month and day, as far as the text has them; None if the text is no date."""
-    if not (found := DATE.fullmatch(text.strip())):
+    """Returns year, month and day, as far as the text has them; None if the text is no date."""
+    match = DATE.fullmatch(text.strip())
+    if match is None:
         return None
-    parts = [int(found["year"])]
-    if month := found["month"] or found["month_last"]:
+    parts = [int(match["year"])]
+    month = match["month"] or match["month_last"]
+    if month:
         parts.append(1 + MONTHS.split("|").index(month.lower()))
-    if day := found["day"] or found["day_first"]:
+    day = match["day"] or match["day_first"]
+    if day:
         parts.append(int(day))
     return tuple(parts)

@@ -58,28 +58,34 @@ VERBAL = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
 
 
 def relation_question(subject: str, relation: str) -> str:
-    """`X >> relation` as a question: `Paris >> capital of` becomes `What is Paris the capital of?`."""
+    """Returns `X >> relation` as a question: `Paris >> capital of` becomes `What is Paris the capital of?`."""
     relation = " ".join(relation.split())
     if relation.lower() in PHRASES:
         return PHRASES[relation.lower()].format(x=subject)
     if VERBAL.search(relation):
         return f"What is {subject} {relation}?"
-    return f"{'Who' if PERSONS.fullmatch(relation) else 'What'} is the {relation} of {subject}?"
+    if PERSONS.fullmatch(relation):
+        return f"Who is the {relation} of {subject}?"
+    return f"What is the {relation} of {subject}?"
 
 
 def natural(text: str) -> str:
-    """A MuSiQue sub-question in plain English: no `>>`, no stray spaces, a capital and a question mark."""
+    """Returns a MuSiQue sub-question in plain English: no `>>`, no stray spaces, a capital and a question mark."""
     text = " ".join(text.split())
     text = re.sub(r" ([?,.;:)]|'s\b)", r"\1", text)
     subject, arrow, relation = text.partition(" >> ")
     if arrow:
         return relation_question(subject.strip(), relation.strip(" ?"))
     text = text[:1].upper() + text[1:]
-    return text + "?" if text[-1:].isalnum() or text[-1:] in "\")'" else text  # annotators often left it out
+    last_character = text[-1:]
+    if last_character.isalnum() or last_character in "\")'":
+        return text + "?"  # annotators often left it out
+    return text
 
 
 def from_evidences(question: Question, evidences, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """2WikiMultiHopQA: one hop per evidence (subject, relation, object; single spaces), in the data set's order.
+    """Returns the hops of a question of 2WikiMultiHopQA: one for each evidence (subject, relation, object; single
+    spaces), in the data set's order.
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
@@ -88,27 +94,43 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
         merged.setdefault((subject, relation), []).append(value)
-    found: list[Hop] = []
+    hops: list[Hop] = []
     for (subject, relation), values in merged.items():
         document = _paragraph_of(question, subject, values)
         if document is None:
             return ()
-        earlier = next((i for i, hop in enumerate(found, 1) if hop.answer.casefold() == subject.casefold()), None)
-        asked = f"#{earlier}" if earlier else _literal(subject)
-        answer = " and ".join(dict.fromkeys(values))
-        evidence = _brief(_telling(supporting[document.title], *values))
-        found.append(Hop(relation_question(asked, relation), answer, document, evidence))
-    return tuple(found)
+        name = _literal(subject)
+        for number, hop in enumerate(hops, 1):
+            if hop.answer.casefold() == subject.casefold():
+                name = f"#{number}"
+                break
+        sentences = _telling(supporting[document.title], *values)
+        hops.append(
+            Hop(
+                question=relation_question(name, relation),
+                answer=" and ".join(dict.fromkeys(values)),
+                document=document,
+                evidence=_brief(sentences),
+            )
+        )
+    return tuple(hops)
 
 
 def _paragraph_of(question: Question, subject: str, values: list[str]) -> Document | None:
-    named = [d for d in question.gold if name_of(d.title).casefold() == name_of(subject).casefold()]
-    both = (d for d in question.gold if _mentions(d.text, subject) and any(_mentions(d.text, v) for v in values))
-    return named[0] if named else next(both, None)
+    """Returns the gold paragraph titled like the subject, else the one that names it and one of the values."""
+    name = name_of(subject).casefold()
+    for paragraph in question.gold:
+        if name_of(paragraph.title).casefold() == name:
+            return paragraph
+    for paragraph in question.gold:
+        if _mentions(paragraph.text, subject) and any(_mentions(paragraph.text, value) for value in values):
+            return paragraph
+    return None
 
 
 def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """HotpotQA: hops from the two paragraphs of the supporting facts; nothing if there are not two.
+    """Returns the hops of a question of HotpotQA, from the two paragraphs of the supporting facts; nothing if there are
+    not two.
 
     `supporting` maps a gold title to its supporting sentences. By the question's `type` there are:
 
@@ -121,74 +143,119 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
     if len(question.gold) != 2:
         return ()
     if "comparison" in question.type:
-        a, b = sorted(question.gold, key=lambda d: _position(question.text, d.title))
-        names = name_of(a.title), name_of(b.title)
-        names = names if names[0] != names[1] else (a.title, b.title)
-        facts = [(d, _brief(supporting[d.title])) for d in (a, b)]
-        return tuple(Hop(_literal(name), " ".join(fact), d, fact) for name, (d, fact) in zip(names, facts))
-    sentences = {title: " ".join(named) for title, named in supporting.items()}
+        return _comparison(question, supporting)
+    sentences = {title: " ".join(of_title) for title, of_title in supporting.items()}
     first, second = _bridge_order(question, sentences)
-    bridge, answer = _bridge(question, first, second, sentences), question.answers[0]
-    known = name_of(first.title)
-    lead = known if known != bridge and _overlap(known, question.text) == 1 else question.text
-    lead_facts, facts = _telling(supporting[first.title], bridge), _telling(supporting[second.title], answer)
-    return Hop(_literal(lead), bridge, first, _brief(lead_facts)), Hop("#1", answer, second, _brief(facts))
+    bridge = _bridge(question, first, second, sentences=sentences)
+    lead = question.text
+    first_name = name_of(first.title)
+    if first_name != bridge and _overlap(first_name, question.text) == 1:
+        lead = first_name
+    answer = question.answers[0]
+    lead_evidence = _brief(_telling(supporting[first.title], bridge))
+    evidence = _brief(_telling(supporting[second.title], answer))
+    return (
+        Hop(question=_literal(lead), answer=bridge, document=first, evidence=lead_evidence),
+        Hop(question="#1", answer=answer, document=second, evidence=evidence),
+    )
+
+
+def _comparison(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
+    """Returns a hop for each of the two paragraphs, in the order in which the question names them."""
+    first, second = sorted(question.gold, key=lambda paragraph: _position(question.text, paragraph.title))
+    names = [name_of(first.title), name_of(second.title)]
+    if names[0] == names[1]:
+        names = [first.title, second.title]
+    hops = []
+    for name, paragraph in zip(names, (first, second)):
+        facts = _brief(supporting[paragraph.title])
+        hops.append(
+            Hop(
+                question=_literal(name),
+                answer=" ".join(facts),
+                document=paragraph,
+                evidence=facts,
+            )
+        )
+    return tuple(hops)
 
 
 def from_paragraph(question: str, answer: str, document: Document | None) -> Hop:
-    """MuSiQue: a hop whose evidence is the sentence of its paragraph that has the answer; of several, the one that has
-    most of the question's words."""
-    said = SENTENCE.split(" ".join(document.text.split())) if document else []
-    telling = sorted((s for s in said if _mentions(s, answer)), key=lambda s: -_overlap(question, s))
-    return Hop(question, answer, document, tuple(telling[:1]))
+    """Returns a hop of MuSiQue, whose evidence is the sentence of its paragraph that has the answer; of several, the
+    one that has most of the question's words."""
+    sentences = []
+    if document:
+        sentences = SENTENCE.split(" ".join(document.text.split()))
+    telling = [sentence for sentence in sentences if _mentions(sentence, answer)]
+    telling.sort(key=lambda sentence: -_overlap(question, sentence))
+    return Hop(question=question, answer=answer, document=document, evidence=tuple(telling[:1]))
 
 
 def _telling(sentences: list[str], *names: str) -> list[str]:
-    """The sentences that mention one of the names; all if none does."""
-    return [s for s in sentences if any(_mentions(s, name) for name in names)] or sentences
+    """Returns the sentences that mention one of the names; all if none does."""
+    telling = [sentence for sentence in sentences if any(_mentions(sentence, name) for name in names)]
+    return telling or sentences
 
 
 def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Document, Document]:
+    """Returns the two gold paragraphs in the order of the chain that explains the question better."""
     a, b = question.gold
     answer = question.answers[0]
 
-    def leads(first: Document, second: Document) -> float:
-        """A score of how well the chain first -> second explains the question."""
-        evidence = 1.5 * (_mentions(sentences[second.title], answer) - _mentions(sentences[first.title], answer))
-        evidence += _overlap(name_of(first.title), question.text) - _overlap(name_of(second.title), question.text)
-        return evidence + 0.5 * _mentions(sentences[first.title], name_of(second.title))
+    def score(first: Document, second: Document) -> float:
+        """Returns how well the chain first -> second explains the question."""
+        first_text = sentences[first.title]
+        second_text = sentences[second.title]
+        first_name = name_of(first.title)
+        second_name = name_of(second.title)
+        evidence = 1.5 * (_mentions(second_text, answer) - _mentions(first_text, answer))
+        evidence += _overlap(first_name, question.text) - _overlap(second_name, question.text)
+        return evidence + 0.5 * _mentions(first_text, second_name)
 
-    return (a, b) if leads(a, b) >= leads(b, a) else (b, a)
+    if score(a, b) >= score(b, a):
+        return a, b
+    return b, a
 
 
 def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
-    """The entity that the first hop finds: a title that the other paragraph mentions, preferably not the question."""
-    names = name_of(second.title), name_of(first.title)
-    unknown = [n for n in names if _overlap(n, question.text) < 1]
+    """Returns the entity that the first hop finds: a title that the other paragraph mentions, preferably not the
+    question."""
+    first_name = name_of(first.title)
+    second_name = name_of(second.title)
+    new_names = [name for name in (second_name, first_name) if _overlap(name, question.text) < 1]
     candidates: list[str] = []
-    for of_first, of_second in ((sentences[first.title], sentences[second.title]), (first.text, second.text)):
-        candidates += [n for n, text in ((names[0], of_first), (names[1], of_second)) if _mentions(text, n)]
-    return next((n for n in candidates if n in unknown), (unknown + candidates + [names[0]])[0])
+    for first_text, second_text in (
+        (sentences[first.title], sentences[second.title]),
+        (first.text, second.text),
+    ):
+        if _mentions(first_text, second_name):
+            candidates.append(second_name)
+        if _mentions(second_text, first_name):
+            candidates.append(first_name)
+    for name in candidates:
+        if name in new_names:
+            return name
+    return [*new_names, *candidates, second_name][0]
 
 
 def _brief(sentences: list[str]) -> tuple[str, ...]:
-    """The first sentences, as many as fit into FACTS characters; at least one."""
-    kept = sentences[:1]
+    """Returns the first sentences, as many as fit into FACTS characters; at least one."""
+    brief = sentences[:1]
     for sentence in sentences[1:]:
-        if len(" ".join([*kept, sentence])) > FACTS:
+        if len(" ".join([*brief, sentence])) > FACTS:
             break
-        kept.append(sentence)
-    return tuple(kept)
+        brief.append(sentence)
+    return tuple(brief)
 
 
 def name_of(title: str) -> str:
-    """A title as it would stand in a sentence: `Neighbours (TV series)` is `Neighbours`."""
+    """Returns a title as it would stand in a sentence: `Neighbours (TV series)` is `Neighbours`."""
     title = " ".join(html.unescape(title).split())
     return re.sub(r"\s*\([^()]*\)$", "", title) or title
 
 
 def _literal(text: str) -> str:
-    """Text whose `#1` is not a reference to an earlier answer (`a #1 hit`), written `No. 1`."""
+    """Returns text whose `#1` is not a reference to an earlier answer (`a #1 hit`), written `No. 1`."""
     return re.sub(r"#(?=\d)", "No. ", text)
 
 
@@ -197,11 +264,14 @@ def _mentions(text: str, name: str) -> bool:
 
 
 def _overlap(name: str, text: str) -> float:
-    """Share of the name's words that are in the text, 0 to 1."""
+    """Returns the share of the name's words that are in the text, 0 to 1."""
     words = set(split_words(name))
     return len(words & set(split_words(text))) / max(len(words), 1)
 
 
 def _position(text: str, title: str) -> int:
-    at = text.casefold().find(name_of(title).casefold())
-    return at if at >= 0 else len(text)
+    """Returns where a text names a title; the end of the text if it does not."""
+    place = text.casefold().find(name_of(title).casefold())
+    if place < 0:
+        return len(text)
+    return place

@@ -23,12 +23,15 @@ class Passes:
     stream: str
 
     def rows(self, start: int, stop: int) -> list[int]:
-        """The rows of draws `start` to `stop` - 1; draw 0 is the first of the first pass."""
-        draws = (divmod(draw, self.count) for draw in range(start, stop))
-        return [_shuffled(self.count, f"{self.stream}{number}")[place] for number, place in draws]
+        """Returns the rows of draws `start` to `stop` - 1; draw 0 is the first of the first pass."""
+        rows = []
+        for draw in range(start, stop):
+            number, place = divmod(draw, self.count)
+            rows.append(_shuffled(self.count, f"{self.stream}{number}")[place])
+        return rows
 
     def shuffled(self, stream: str) -> Sequence[int]:
-        """All rows in a random order."""
+        """Returns all rows in a random order."""
         return _shuffled(self.count, stream)
 
 
@@ -42,40 +45,58 @@ class Mixture:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: str):
         """The rows of all sources are numbered one after the other; weights need not add up to 1."""
         assert min(sizes) > 0 and len(sizes) == len(weights)
-        self.sizes, self.weights, self.seed = sizes, weights, seed
+        self.sizes = sizes
+        self.weights = weights
+        self.seed = seed
         self.starts = list(accumulate(sizes, initial=0))
-        self._choices = random.Random(f"{seed}/sources")
-        self._taken = [0] * len(sizes)  # draws of each source so far
+        self._source_stream = random.Random(f"{seed}/sources")
+        self._draws = [0] * len(sizes)  # draws of each source so far
         self._passes: list[list[int]] = [[]] * len(sizes)  # the order of the pass that each is in
         self._rows = array("q")  # of the draws so far
 
     def rows(self, start: int, stop: int) -> list[int]:
-        """The rows of draws `start` to `stop` - 1."""
+        """Returns the rows of draws `start` to `stop` - 1."""
         while len(self._rows) < stop:
-            (source,) = self._choices.choices(range(len(self.sizes)), self.weights)
-            count, place = divmod(self._taken[source], self.sizes[source])
+            (source,) = self._source_stream.choices(range(len(self.sizes)), self.weights)
+            number, place = divmod(self._draws[source], self.sizes[source])
             if place == 0:
-                self._passes[source] = list(range(self.starts[source], self.starts[source + 1]))
-                random.Random(f"{self.seed}/source {source}/{count}").shuffle(self._passes[source])
-            self._taken[source] += 1
+                self._passes[source] = self._new_pass(source, number)
+            self._draws[source] += 1
             self._rows.append(self._passes[source][place])
         return self._rows[start:stop].tolist()
 
+    def _new_pass(self, source: int, number: int) -> list[int]:
+        """Returns the rows of a source in the order of its pass 0, 1, ..."""
+        rows = list(range(self.starts[source], self.starts[source + 1]))
+        random.Random(f"{self.seed}/source {source}/{number}").shuffle(rows)
+        return rows
+
     def shuffled(self, stream: str) -> list[int]:
-        """All rows in a random order: drawn one by one without replacement, each row with its source's weight divided
-        by the source's size (Efraimidis and Spirakis 2006, doi 10.1016/j.ipl.2005.11.003)."""
-        draw = random.Random(stream)
-        weighed = zip(self.sizes, self.weights, strict=True)
-        keys = [math.log(1 - draw.random()) * size / weight for size, weight in weighed for _ in range(size)]
+        """Returns all rows in a random order: drawn one by one without replacement, each row with its source's weight
+        divided by the source's size (Efraimidis and Spirakis 2006, doi 10.1016/j.ipl.2005.11.003)."""
+        generator = random.Random(stream)
+        keys = []
+        for size, weight in zip(self.sizes, self.weights, strict=True):
+            keys += [math.log(1 - generator.random()) * size / weight for _ in range(size)]
         return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
 
 
 def rows_of_step(
-    step: int, count: int, per_step: int, seed: int, last: int | None, mixture: Mixture | None = None
+    step: int,
+    count: int,
+    per_step: int,
+    seed: int,
+    last: int | None,
+    mixture: Mixture | None = None,
 ) -> list[int]:
-    """Indices of the rows of step 1, 2, ...: of passes over all `count` rows up to draw `last`, or of a mixture."""
-    stop = step * per_step if last is None else min(step * per_step, last)
-    return (mixture or Passes(count, f"{seed}/sft/")).rows((step - 1) * per_step, stop)
+    """Returns the indices of the rows of step 1, 2, ...: of passes over all `count` rows up to draw `last`, or of a
+    mixture."""
+    start = (step - 1) * per_step
+    stop = step * per_step
+    if last is not None:
+        stop = min(stop, last)
+    draws = mixture or Passes(count, f"{seed}/sft/")
+    return draws.rows(start, stop)
 
 
 @dataclass(frozen=True)
@@ -92,63 +113,91 @@ class QuestionOrder:
         return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
 
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
-        """The questions and seeds of round 1, 2, ..., with `size` different draws."""
-        start, stop = (number - 1) * size, number * size
-        drawn = [self.questions[row] for row in self._draws.rows(start, stop) for _ in range(self.generations)]
-        return drawn, [f"{self.seed}/{i}/{k}" for i in range(start, stop) for k in range(self.generations)]
+        """Returns the questions and seeds of round 1, 2, ..., with `size` different draws."""
+        start = (number - 1) * size
+        stop = number * size
+        questions = []
+        for row in self._draws.rows(start, stop):
+            questions += [self.questions[row]] * self.generations
+        seeds = [f"{self.seed}/{i}/{k}" for i in range(start, stop) for k in range(self.generations)]
+        return questions, seeds
 
-    def of_refill(self, number: int, attempt: int, size: int, used: set[str]) -> tuple[list[Question], list[str]]:
-        """The questions and seeds of attempt 1, 2, ... to replace groups of a round: questions whose ids are not in
-        `used`, if there are enough. They depend on the seed, the round and the attempt only."""
+    def of_refill(
+        self,
+        number: int,
+        attempt: int,
+        size: int,
+        used: set[str],
+    ) -> tuple[list[Question], list[str]]:
+        """Returns the questions and seeds of attempt 1, 2, ... to replace groups of a round.
+
+        They are questions whose ids are not in `used`, if there are enough, and depend on the seed, the round and the
+        attempt only.
+        """
         stream = f"{self.seed}/refill {number}/{attempt}"
-        order = sorted(self._draws.shuffled(stream), key=lambda i: self.questions[i].id in used)  # stable: unused first
-        drawn = [self.questions[order[i % len(order)]] for i in range(size) for _ in range(self.generations)]
-        return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(self.generations)]
+        shuffled = self._draws.shuffled(stream)
+        unused_first = sorted(shuffled, key=lambda row: self.questions[row].id in used)  # sorting is stable
+        questions = []
+        for i in range(size):
+            row = unused_first[i % len(unused_first)]
+            questions += [self.questions[row]] * self.generations
+        seeds = [f"{stream}/{i}/{k}" for i in range(size) for k in range(self.generations)]
+        return questions, seeds
 
 
-def hold_out(rows: Rows, fraction: float, most: int, seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on, and rows held out: at most `fraction` of them and at most `most`; each by their sources.
+def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, Rows]:
+    """Returns rows to train on, and rows held out: at most `fraction` of them and at most `limit`; each by their
+    sources.
 
     Rows of one question stay together, whatever their source, since a held-out question's answer must not be known:
     rows with the same id, and rows that ask the same. At least one question is trained on.
     """
-    of_id = Counter(row.id for some in rows.values() for row in some)
-    ids = sorted(of_id)
+    counts = Counter(row.id for of_source in rows.values() for row in of_source)
+    ids = sorted(counts)
     random.Random(f"{seed}/sft/validation").shuffle(ids)
-    room, held_out, same = min(int(fraction * of_id.total()), most), set(), ids_by_question(rows)
+    available = min(int(fraction * counts.total()), limit)
+    held_out: set[str] = set()
+    same_question = ids_by_question(rows)
     for id in ids:
-        size = sum(of_id[other] for other in same[id])
-        if id not in held_out and size <= room and len(held_out) + len(same[id]) < len(ids):
-            held_out |= same[id]
-            room -= size
-    trained = {name: [row for row in some if row.id not in held_out] for name, some in rows.items()}
-    return trained, {name: [row for row in some if row.id in held_out] for name, some in rows.items()}
+        group = same_question[id]
+        size = sum(counts[member] for member in group)
+        if id not in held_out and size <= available and len(held_out) + len(group) < len(ids):
+            held_out |= group
+            available -= size
+    to_train: Rows = {}
+    to_validate: Rows = {}
+    for name, of_source in rows.items():
+        to_train[name] = [row for row in of_source if row.id not in held_out]
+        to_validate[name] = [row for row in of_source if row.id in held_out]
+    return to_train, to_validate
 
 
 def ids_by_question(rows: Rows) -> dict[str, set[str]]:
-    """By each id, the ids of all rows of the same question.
+    """Returns by each id the ids of all rows of the same question.
 
     Rows that ask the same are one question, and so are rows with one id; through a third, two that have neither in
     common are, too.
     """
-    same: dict[str, set[str]] = {}
-    first: dict[str, str] = {}  # by the key of a question
-    for row in (row for some in rows.values() for row in some):
-        own = same.setdefault(row.id, {row.id})
+    groups: dict[str, set[str]] = {}
+    first_ids: dict[str, str] = {}  # by the key of a question
+    for row in (row for of_source in rows.values() for row in of_source):
+        group = groups.setdefault(row.id, {row.id})
         key = question_key(row.question)
-        other = same[first.setdefault(key, row.id)] if key else own
-        if other is own:
+        if not key:
             continue
-        fewer, more = sorted((own, other), key=len)
-        more |= fewer
-        for id in fewer:
-            same[id] = more
-    return same
+        group_of_key = groups[first_ids.setdefault(key, row.id)]
+        if group_of_key is group:
+            continue
+        smaller, larger = sorted((group, group_of_key), key=len)
+        larger |= smaller
+        for id in smaller:
+            groups[id] = larger
+    return groups
 
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(count: int, seed: str) -> tuple[int, ...]:
-    """The numbers below `count`, shuffled. The last two orders are cached, because each step needs them."""
+    """Returns the numbers below `count`, shuffled. The last two orders are cached, because each step needs them."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)

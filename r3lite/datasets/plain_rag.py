@@ -25,8 +25,9 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
     for transcript in transcripts:
         layout.open(transcript)
     searches = [(transcript.question, transcript.pending[0]) for transcript in transcripts]
+    outcomes = retrieve_all(retrieve, searches)
     rows = []
-    for transcript, outcome in zip(transcripts, retrieve_all(retrieve, searches), strict=True):
+    for transcript, outcome in zip(transcripts, outcomes, strict=True):
         if isinstance(outcome, Failure):
             tally.rejected["the retriever failed"] += 1
             continue
@@ -37,14 +38,19 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
 
 
 def conversation(transcript: Transcript, documents: Sequence[Document], layout: Layout) -> dict:
-    """The row of a question whose transcript was opened: system message, documents and question, answer.
+    """Returns the row of a question whose transcript was opened: system message, documents and question, answer.
 
     Adds the documents, cut as for the evaluation, and the answer to the transcript's steps.
     """
-    question, protocol = transcript.question, layout.protocol
+    question = transcript.question
+    protocol = layout.protocol
     layout.splice(transcript, [documents])
     prompt = protocol.observation(protocol.quoted(question.text), transcript.steps)
     transcript.steps.append(Step(answer=question.answers[0]))
     reply = protocol.render(transcript.steps[-1], len(transcript.steps))
-    messages = [turn("system", protocol.system), turn("user", prompt), turn("assistant", reply)]
+    messages = [
+        turn("system", protocol.system),
+        turn("user", prompt),
+        turn("assistant", reply),
+    ]
     return {"id": question.id, "messages": messages, "source": "rag"}

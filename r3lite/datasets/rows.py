@@ -24,15 +24,21 @@ Item = TypeVar("Item")
 
 
 def converted_rows(
-    data: str | Path, convert: Callable[[Record, str], Item | None], limit: int | None, skip_bad_rows: bool,
-    needed: str = "", remedy: str = "",
-) -> list[Item]:  # fmt: skip
-    """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
+    data: str | Path,
+    convert: Callable[[Record, str], Item | None],
+    limit: int | None,
+    skip_bad_rows: bool,
+    needed: str = "",
+    remedy: str = "",
+) -> list[Item]:
+    """Returns the first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a
+    row out.
 
     If `convert` raises InvalidRecord, that names file, line (or row) and reason; with `skip_bad_rows` such rows are
-    left out and their number is printed. If there is none of what is `needed`, it raises R3LiteError.
+    left out and their number is printed. Raises R3LiteError with the `remedy` if there is no row, and `needed` says
+    what a row is.
     """
-    kept: list[Item] = []
+    converted: list[Item] = []
     bad: list[InvalidRecord] = []
 
     def on_bad(error: InvalidRecord) -> None:
@@ -42,23 +48,25 @@ def converted_rows(
 
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
     for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
+        number = row.source.where.split()[-1]
         try:
-            made = convert(row, f"{path.stem}-{row.source.where.split()[-1]}")
+            item = convert(row, f"{path.stem}-{number}")
         except InvalidRecord as error:
             on_bad(error)
             continue
-        kept += [] if made is None else [made]
-        if len(kept) == limit:
+        if item is not None:
+            converted.append(item)
+        if len(converted) == limit:
             break
     if bad:
         print(f"{data}: skipped {len(bad)} bad rows; the first: {bad[0].cause}", file=sys.stderr)
-    if needed and not kept:
+    if needed and not converted:
         raise R3LiteError(f"{data} has no usable {needed}", remedy)
-    return kept
+    return converted
 
 
 def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """The rows of a file, each with its place (`line 3`, `row 7`); a bad one goes to `on_bad`.
+    """Yields the rows of a file, each with its place (`line 3`, `row 7`); a bad one goes to `on_bad`.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
@@ -73,52 +81,62 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """The elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
+    """Yields the elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
     with explained((OSError, UnicodeDecodeError), f"{path} cannot be read", "Pass a UTF-8 JSON file."):
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
-    number, at = 0, SPACE.match(text, text.index("[") + 1).end()
-    while text[at : at + 1] != "]":
+    number = 0
+    place = _after_space(text, text.index("[") + 1)
+    while text[place : place + 1] != "]":
         number += 1
         where = f"{path}, row {number}"
-        if at >= len(text):
+        if place >= len(text):
             raise R3LiteError(f"{path} ends in row {number}, without the closing ]", "Download the file again.")
+        problem = None
         try:
-            value, end = parse_at(text, at)
-            problem = None if isinstance(value, dict) else "not a JSON object"
+            value, end = parse_at(text, place)
+            if not isinstance(value, dict):
+                problem = "not a JSON object"
         except InvalidRecord as error:
-            problem, end = error.cause, end_of(text, at)
+            problem = error.cause
+            end = end_of(text, place)
             if end is None:
                 raise R3LiteError(f"{where}: {problem}", "Fix the row, or download the file again.") from error
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
             on_bad(InvalidRecord(f"{where}: {problem}", MEND))
-        at = SPACE.match(text, end).end()
-        if text[at : at + 1] == ",":
-            at = SPACE.match(text, at + 1).end()
-        elif at < len(text) and text[at] != "]":
+        place = _after_space(text, end)
+        if text[place : place + 1] == ",":
+            place = _after_space(text, place + 1)
+        elif place < len(text) and text[place] != "]":
             raise R3LiteError(f"{where}: a comma is missing after it", "Fix the file, or download it again.")
-    if text[at + 1 :].strip():
+    if text[place + 1 :].strip():
         raise R3LiteError(f"{path}: extra data after the end of the array", "A file must contain one array.")
 
 
+def _after_space(text: str, place: int) -> int:
+    """Returns the place of the first character from `place` on that is no space of JSON."""
+    return SPACE.match(text, place).end()
+
+
 def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """The rows of a parquet file.
+    """Yields the rows of a parquet file.
 
     Version 5 of the package `datasets` keeps values of several types, as in HotpotQA's supporting facts, as JSON texts
     in columns or lists of the type arrow.json.
     """
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
-    kinds, damaged = (pyarrow.ArrowException, OSError), "Download the file again."
-    with explained(kinds, f"{path} cannot be read as parquet", damaged):
+    failures = (pyarrow.ArrowException, OSError)
+    with explained(failures, f"{path} cannot be read as parquet", "Download the file again."):
         file = pyarrow.parquet.ParquetFile(path)
-        of_json = [field for field in file.schema_arrow if _has_json(field)]
+        json_fields = [field for field in file.schema_arrow if _has_json(field)]
         batches = file.iter_batches(batch_size=256)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
             source = Source(f"{path}, row {number}", MEND)
             try:
-                decoded = {field.name: _decoded(row[field.name], field) for field in of_json}
+                decoded = {field.name: _decoded(row[field.name], field) for field in json_fields}
             except InvalidRecord as error:
                 on_bad(InvalidRecord(f"{source.where}: {error.cause}", MEND))
                 continue
@@ -126,13 +144,14 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
 
 
 def _is_json(field: "pyarrow.Field") -> bool:
-    """Whether values are JSON texts, also to a pyarrow that does not know the type."""
-    of_field = (field.metadata or {}).get(b"ARROW:extension:name")
-    return getattr(field.type, "extension_name", None) == "arrow.json" or of_field == b"arrow.json"
+    """Returns whether values are JSON texts, also to a pyarrow that does not know the type."""
+    type_name = getattr(field.type, "extension_name", None)
+    name_in_metadata = (field.metadata or {}).get(b"ARROW:extension:name")
+    return type_name == "arrow.json" or name_in_metadata == b"arrow.json"
 
 
 def _parts(field: "pyarrow.Field") -> list["pyarrow.Field"]:
-    """The fields of a struct, or that of a list's elements; none of others."""
+    """Returns the fields of a struct, or that of a list's elements; none of other types."""
     if hasattr(field.type, "value_field"):
         return [field.type.value_field]
     if hasattr(field.type, "get_field_index"):
@@ -145,7 +164,7 @@ def _has_json(field: "pyarrow.Field") -> bool:
 
 
 def _decoded(value: Any, field: "pyarrow.Field") -> Any:
-    """A value of a parquet file with its JSON texts read; InvalidRecord if one is not JSON."""
+    """Returns a value of a parquet file with its JSON texts read; raises InvalidRecord if one is not JSON."""
     if value is None:
         return None
     if _is_json(field):

@@ -24,12 +24,12 @@ from r3lite.settings import CollectConfig, CollectSettings
 BLOCK = 32  # questions that are sampled together, and written together
 # From questions, which may repeat, and the seed of each one's random stream to their episodes.
 Sample = Callable[[list[Question], list[str]], list[Episode]]
-Chosen = tuple[list[Episode], Counter[str]]  # the episodes that are kept, and how many others are not, by the reason
+Selection = tuple[list[Episode], Counter[str]]  # the episodes that are kept, and how many are rejected, by the reason
 
 
 @dataclass
 class Harvest:
-    """What a file has of a model's own trajectories, and of each question that is done what was rejected and why.
+    """The trajectories of a model's own in a file, and how many episodes were rejected of each question that is done.
 
     A question is done once it stands in `<output>.rejected.jsonl`. Its trajectories are written before: those of a
     question that does not stand there are left of a run that was killed.
@@ -43,90 +43,137 @@ class Harvest:
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """What earlier runs have kept; what one was killed at is removed from the file."""
+        """Returns what earlier runs have kept; the question that one was killed at is removed from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
-        whole = [record for record in earlier.kept if str(record["id"]) in rejected]
-        if len(whole) < len(earlier.kept):
-            write_jsonl(output, whole)
+        done = [record for record in earlier.kept if str(record["id"]) in rejected]
+        if len(done) < len(earlier.kept):
+            write_jsonl(output, done)
         source = Source(str(output), "Pass another --output.")
-        kept = [row_from_json(Record(record, source), protocol) for record in whole]
-        return Harvest(output, {q.id: q for q in questions}, kept, rejected)
+        return Harvest(
+            output,
+            questions={question.id: question for question in questions},
+            kept=[row_from_json(Record(record, source), protocol) for record in done],
+            rejected=rejected,
+        )
 
     @property
     def waiting(self) -> list[Question]:
-        return [q for id, q in self.questions.items() if id not in self.rejected]
+        return [question for id, question in self.questions.items() if id not in self.rejected]
 
     def gather(self, sample: Sample, config: CollectConfig, protocol: Protocol) -> None:
-        """Samples of the questions that wait, a block at a time, and adds what is kept of it to the file.
+        """Samples of the questions that wait, a block at a time, and adds the episodes that are kept to the file.
 
         Those at which the retriever fails go on waiting.
         """
-        waiting, total, n, seed = self.waiting, len(self.questions), config.collect.num_generations, config.common.seed
+        waiting = self.waiting
+        total = len(self.questions)
         retrieves = protocol.searches and config.retrieval.retriever != "none"
         with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
             for start in range(0, len(waiting), BLOCK):
                 block = waiting[start : start + BLOCK]
-                drawn = [(q, f"{seed}/self/{q.id}/{k}") for q in block for k in range(n)]
-                episodes = sample([q for q, _ in drawn], [stream for _, stream in drawn])
-                groups = {q.id: episodes[i * n : (i + 1) * n] for i, q in enumerate(block)}
-                failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
+                groups = _sample_groups(block, sample, config)
+                failures = _failures(groups)
                 if len(failures) == len(block):
                     raise R3LiteError(f"the retriever failed: {failures[block[0].id]}", "Fix that, and run it again.")
                 self.failed += failures.values()
-                whole = [id for id in groups if id not in failures]
-                self._add({id: chosen(groups[id], protocol, config.collect, retrieves) for id in whole})
+                selections = {}
+                for id, group in groups.items():
+                    if id not in failures:
+                        selections[id] = select(group, protocol, settings=config.collect, retrieves=retrieves)
+                self._add(selections)
                 bar.update(len(block))
-                some = len({row.id for row in self.kept})
-                bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})
+                questions_with_rows = len({row.id for row in self.kept})
+                success = f"{questions_with_rows} of {len(self.rejected)} questions"
+                bar.set_postfix({"kept": len(self.kept), "yield": success})
 
-    def _add(self, found: dict[str, Chosen]) -> None:
-        new = [Trajectory.of(e.question, e.steps, "self") for kept, _ in found.values() for e in kept]
-        reasons = {id: reasons for id, (_, reasons) in found.items()}
-        append_jsonl(self.output, [trajectory.to_json() for trajectory in new])
-        append_jsonl(rejections_of(self.output), [{"id": id, "reasons": why} for id, why in reasons.items()])
-        self.kept += new
+    def _add(self, selections: dict[str, Selection]) -> None:
+        """Adds the selected episodes of questions, by their ids, to the file, and then what was rejected of them."""
+        trajectories = []
+        reasons = {}
+        for id, (episodes, reasons_of_question) in selections.items():
+            trajectories += [Trajectory.of(episode.question, episode.steps, "self") for episode in episodes]
+            reasons[id] = reasons_of_question
+        append_jsonl(self.output, [trajectory.to_json() for trajectory in trajectories])
+        records = [{"id": id, "reasons": reasons_of_question} for id, reasons_of_question in reasons.items()]
+        append_jsonl(rejections_of(self.output), records)
+        self.kept += trajectories
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
-        """Counts of the questions of now, whichever run sampled their episodes; the yield is by hops."""
-        done = [q for id, q in self.questions.items() if id in self.rejected]
-        of_id = Counter(row.id for row in self.kept)
+        """Returns counts of this run's questions, whichever run sampled their episodes; the yield is by hops."""
+        done = [question for id, question in self.questions.items() if id in self.rejected]
+        row_counts = Counter(row.id for row in self.kept)
         tally = Tally(len(self.questions), extra={"episodes sampled": per_question * len(done)})
-        for row in (row for row in self.kept if row.id in self.questions):
-            tally.keep_retrieved(self.questions[row.id], row.steps)
+        for row in self.kept:
+            if row.id in self.questions:
+                tally.keep_retrieved(self.questions[row.id], row.steps)
         for question in done:
             tally.rejected.update(self.rejected[question.id])
         tally.rejected.update(["the retriever failed (will be retried)"] * len(self.failed))
-        for hops in sorted({q.hop_count for q in done}):
-            kept = [of_id[q.id] for q in done if q.hop_count == hops]
-            some = sum(map(bool, kept))
-            message = f"{some} of {len(kept)} questions ({some / len(kept):.2f}), {sum(kept)} trajectories"
-            tally.extra[f"yield at {hops} hop{'s' * (hops > 1)}"] = message
+        for hops in sorted({question.hop_count for question in done}):
+            counts = [row_counts[question.id] for question in done if question.hop_count == hops]
+            with_rows = sum(count > 0 for count in counts)
+            success = f"{with_rows} of {len(counts)} questions ({with_rows / len(counts):.2f})"
+            noun = "hop"
+            if hops > 1:
+                noun = "hops"
+            tally.extra[f"yield at {hops} {noun}"] = f"{success}, {sum(counts)} trajectories"
         return tally
 
 
-def chosen(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool) -> Chosen:
-    """At most --keep of one question's episodes, those in which the model wrote least first; why the others are not.
+def _sample_groups(block: list[Question], sample: Sample, config: CollectConfig) -> dict[str, list[Episode]]:
+    """Returns the episodes of each question of a block, by its id."""
+    size = config.collect.num_generations
+    questions = []
+    seeds = []
+    for question in block:
+        questions += [question] * size
+        seeds += [f"{config.common.seed}/self/{question.id}/{k}" for k in range(size)]
+    episodes = sample(questions, seeds)
+    groups = {}
+    for i, question in enumerate(block):
+        groups[question.id] = episodes[i * size : (i + 1) * size]
+    return groups
+
+
+def _failures(groups: dict[str, list[Episode]]) -> dict[str, str]:
+    """Returns why the retriever failed, by the ids of the questions at which it did."""
+    failures = {}
+    for id, group in groups.items():
+        for episode in group:
+            if episode.failure:
+                failures[id] = episode.failure
+    return failures
+
+
+def select(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool) -> Selection:
+    """Returns at most --keep of one question's episodes, those in which the model wrote least first, and how many of
+    the others are rejected for which reason.
 
     Two that ask the same queries in the same order are alike, and the shorter one stays.
     """
-    kept: dict[tuple, Episode] = {}
+    selected: dict[tuple, Episode] = {}  # by the words of their queries
     reasons: Counter[str] = Counter()
-    for episode in sorted(episodes, key=lambda e: e.tokens_written):
-        way = tuple(map(words, episode.queries or [step.analysis for step in episode.steps]))
-        if reason := fault(episode, protocol, settings.min_f1, retrieves):
+    for episode in sorted(episodes, key=lambda episode: episode.tokens_written):
+        texts = episode.queries or [step.analysis for step in episode.steps]
+        key = tuple(map(words, texts))
+        reason = fault(episode, protocol, min_f1=settings.min_f1, retrieves=retrieves)
+        if reason:
             reasons[reason] += 1
-        elif way in kept:
+        elif key in selected:
             reasons["same queries as a shorter one"] += 1
-        elif len(kept) == settings.keep:
+        elif len(selected) == settings.keep:
             reasons[f"more than --keep {settings.keep}"] += 1
         else:
-            kept[way] = episode
-    return list(kept.values()), reasons
+            selected[key] = episode
+    return list(selected.values()), reasons
 
 
 def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) -> str | None:
-    """Why an episode is not to be learned from, or None; `retrieves`: there is a retriever, whose documents count."""
+    """Returns why an episode is not to be learned from; None if it is.
+
+    With `retrieves` there is a retriever, whose documents count.
+    """
     faults = [name for step in episode.steps for name in step.faults]
     if ANSWER_WAS_FORCED in faults or NO_ROOM in faults:
         return "forced answer"
@@ -134,25 +181,30 @@ def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) 
         return "cut off"
     if faults:
         return f"malformed step ({faults[0]})"
-    if problem := check_steps(episode.steps, protocol):
+    problem = check_steps(episode.steps, protocol)
+    if problem:
         return problem
     if not is_right(episode.question, episode.prediction, min_f1):
         return "wrong answer"
-    return ungrounded(episode) if retrieves else None
+    if not retrieves:
+        return None
+    return ungrounded(episode)
 
 
 def ungrounded(episode: Episode) -> str | None:
-    """Why an answer does not rest on the documents that were retrieved, or None.
+    """Returns why an answer does not rest on the documents that were retrieved; None if it does.
 
     It must stand in one of them, unless it is yes or no. Those, and answers that the question names, such as one of two
     films, are often right by chance: for them every gold paragraph must have been retrieved, if any is known.
     """
-    answer, documents = episode.prediction, episode.documents
-    if not documents:
+    answer = episode.prediction
+    if not episode.documents:
         return "nothing retrieved"
-    verdict = normalize(answer) in VERDICTS
-    if not (verdict or any(stands_in(answer, f"{d.title} {d.text}") for d in documents)):
+    is_verdict = normalize(answer) in VERDICTS
+    texts = (f"{document.title} {document.text}" for document in episode.documents)
+    if not is_verdict and not any(stands_in(answer, text) for text in texts):
         return "answer not in the documents"
-    if (verdict or stands_in(answer, episode.question.text)) and episode.recall not in (None, 1):
+    may_be_guessed = is_verdict or stands_in(answer, episode.question.text)
+    if may_be_guessed and episode.recall not in (None, 1):
         return "guessed: a gold paragraph was not retrieved"
     return None

@@ -15,95 +15,142 @@ from r3lite.datasets.qa import read_questions, read_with_rows
 from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettings
 
 
-def held_out(data: str, given: str | None) -> str | None:
-    """What development and test questions are drawn from; None: from the same questions as those to train on."""
+def held_out(data: str, setting: str | None) -> str | None:
+    """Returns the data set of which development and test questions are drawn, which is the setting if there is one.
+
+    None: they are drawn of the same questions as those to train on.
+    """
     name = data.partition(",")[0].strip()
-    if given is None and name in NAMED and not Path(data).is_file():
-        given = f"{name},validation"
-    return None if given == data else given
+    if setting is None and name in NAMED and not Path(data).is_file():
+        setting = f"{name},validation"
+    if setting == data:
+        return None
+    return setting
 
 
-def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str | None) -> dict[str, list[dict]]:
-    """The rows of each part, in the order of their source; what is held out leaves what is to train on.
+def draw(
+    data: QuestionSettings,
+    sizes: PrepareSettings,
+    seed: int,
+    held_out: str | None,
+) -> dict[str, list[dict]]:
+    """Returns the rows of each part, in the order of their source; questions that are held out are not trained on.
 
-    All questions are held in memory at once, as their files are.
+    Development and test questions are drawn of the data set `held_out`, if there is one. All questions are in memory
+    at once, as their files are.
     """
     stream = random.Random(seed)
-    own = rows_of(data.data, data)
-    pool = own if other is None else rows_of(other, data)
-    chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size together are")
-    set_apart, of_dev = set(chosen), set(stream.sample(range(len(chosen)), sizes.dev_size))
-    dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
-    test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
-    left = [question for question in own if question not in set_apart]
-    if other is not None and len(left) < len(own):
-        print(f"{len(own) - len(left)} questions of --data are held out of train.jsonl", file=sys.stderr)
-    train, rl = drawn_to_train(stream, left, sizes)
-    parts = {"train": [own[question] for question in train], "dev": dev, "test": test}
-    return parts | ({"rl": [own[question] for question in rl]} if rl else {})
+    rows = rows_of(data.data, data)
+    pool = rows
+    if held_out is not None:
+        pool = rows_of(held_out, data)
+    size = sizes.dev_size + sizes.test_size
+    drawn = sampled(stream, list(pool), size, setting="--dev-size and --test-size together are")
+    dev_places = set(stream.sample(range(len(drawn)), sizes.dev_size))
+    dev = []
+    test = []
+    for i, question in enumerate(drawn):
+        if i in dev_places:
+            dev.append(pool[question])
+        else:
+            test.append(pool[question])
+    drawn_questions = set(drawn)
+    remaining = [question for question in rows if question not in drawn_questions]
+    if held_out is not None and len(remaining) < len(rows):
+        print(f"{len(rows) - len(remaining)} questions of --data are held out of train.jsonl", file=sys.stderr)
+    train, rl = drawn_to_train(stream, remaining, sizes)
+    parts = {"train": [rows[question] for question in train], "dev": dev, "test": test}
+    if rl:
+        parts["rl"] = [rows[question] for question in rl]
+    return parts
 
 
-def drawn_to_train(stream: random.Random, left: list[str], sizes: PrepareSettings) -> tuple[list[str], list[str]]:
-    """The questions of train.jsonl, and those of rl.jsonl, none of which is in train.jsonl.
+def drawn_to_train(
+    stream: random.Random,
+    questions: list[str],
+    sizes: PrepareSettings,
+) -> tuple[list[str], list[str]]:
+    """Returns the questions of train.jsonl, and those of rl.jsonl, none of which is in train.jsonl.
 
     train.jsonl is drawn first: --rl-size adds a file and changes no other, unless train.jsonl has all other questions.
     """
     rl_size = sizes.rl_size or 0
-    train = left
+    train = questions
     if sizes.train_size is not None:
-        train = sampled(stream, left, sizes.train_size, "--train-size is")
+        train = sampled(stream, questions, sizes.train_size, setting="--train-size is")
     elif rl_size:
-        train = sampled(stream, left, max(0, len(left) - rl_size), "")
+        train = sampled(stream, questions, max(0, len(questions) - rl_size), setting="")
     if not train:
         raise R3LiteError("no question is left for train.jsonl", "Lower --dev-size, --test-size or --rl-size.")
-    others = set(left).difference(train)
-    rest = [question for question in left if question in others]
-    return train, sampled(stream, rest, rl_size, "--rl-size is")
+    in_train = set(train)
+    remaining = [question for question in questions if question not in in_train]
+    return train, sampled(stream, remaining, rl_size, setting="--rl-size is")
 
 
 def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
-    """The rows of all usable questions of a data set, by the key of the question: no two ask alike."""
+    """Returns the rows of all usable questions of a data set, by the key of the question: no two ask alike."""
 
-    def made(question: Question, row: Record) -> tuple[str, dict]:
-        # Else it would be called by its place in the new file.
-        return question_key(question.text), row.values | ({} if "id" in row or "_id" in row else {"id": question.id})
+    def keyed(question: Question, row: Record) -> tuple[str, dict]:
+        values = row.values
+        if not _has_id(row):  # else its id would be its place in the new file
+            values = values | {"id": question.id}
+        return question_key(question.text), values
 
-    first: dict[str, dict] = {}
-    for question, values in read_with_rows(name, made, data.limit, data.skip_bad_rows):
-        first.setdefault(question, values)
-    return first
+    rows: dict[str, dict] = {}
+    for key, values in read_with_rows(name, keyed, limit=data.limit, skip_bad_rows=data.skip_bad_rows):
+        rows.setdefault(key, values)
+    return rows
 
 
-def sampled(stream: random.Random, questions: list[str], count: int, asked: str) -> list[str]:
-    """A sample of `count` questions, in their order; `asked` begins the error if there are fewer."""
+def _has_id(row: Record) -> bool:
+    return "id" in row or "_id" in row
+
+
+def sampled(stream: random.Random, questions: list[str], count: int, setting: str) -> list[str]:
+    """Returns a sample of `count` questions, in their order; `setting` begins the error if there are fewer."""
     if count > len(questions):
-        raise R3LiteError(f"{asked} {count:,}, but there are only {len(questions):,} questions", "Pass a smaller size.")
-    return [questions[i] for i in sorted(stream.sample(range(len(questions)), count))]
+        cause = f"{setting} {count:,}, but there are only {len(questions):,} questions"
+        raise R3LiteError(cause, "Pass a smaller size.")
+    places = sorted(stream.sample(range(len(questions)), count))
+    return [questions[place] for place in places]
 
 
 def new_questions(data: NewQuestionSettings) -> list[Question]:
-    """The questions of --data that stand in no file of --exclude."""
-    return without(read_questions(data.data, data.limit, data.skip_bad_rows), data.exclude, data.skip_bad_rows)
+    """Returns the questions of --data that stand in no file of --exclude."""
+    questions = read_questions(data.data, data.limit, data.skip_bad_rows)
+    return without(questions, data.exclude, data.skip_bad_rows)
 
 
-def without(questions: list[Question], files: Iterable[str] | None, skip_bad_rows: bool = False) -> list[Question]:
-    """The questions that stand in none of `files`, neither by id nor by normalized text; prints how many do.
+def without(
+    questions: list[Question],
+    files: Iterable[str] | None,
+    skip_bad_rows: bool = False,
+) -> list[Question]:
+    """Returns the questions that stand in none of `files`, neither by id nor by normalized text; prints how many do.
 
     Of a file's ids only those count that its rows name: others are places in the file.
     """
     if not files:
         return questions
 
-    def names(question: Question, row: Record) -> tuple[str | None, str]:
-        return question.id if "id" in row or "_id" in row else None, question_key(question.text)
+    def id_and_key(question: Question, row: Record) -> tuple[str | None, str]:
+        id = None
+        if _has_id(row):
+            id = question.id
+        return id, question_key(question.text)
 
-    known = [pair for file in files for pair in read_with_rows(file, names, None, skip_bad_rows)]
-    known_ids, texts = {id for id, _ in known}, {text for _, text in known}
-    others = [q for q in questions if q.id not in known_ids]
-    left = [q for q in others if question_key(q.text) not in texts]
-    by_id, by_text = len(questions) - len(others), len(others) - len(left)
+    excluded_ids: set[str | None] = set()
+    excluded_keys: set[str] = set()
+    for file in files:
+        for id, key in read_with_rows(file, id_and_key, limit=None, skip_bad_rows=skip_bad_rows):
+            excluded_ids.add(id)
+            excluded_keys.add(key)
+    without_ids = [question for question in questions if question.id not in excluded_ids]
+    remaining = [question for question in without_ids if question_key(question.text) not in excluded_keys]
+    by_id = len(questions) - len(without_ids)
+    by_text = len(without_ids) - len(remaining)
     message = f"--exclude: left out {by_id + by_text} of {len(questions)} questions ({by_id} by id, {by_text} by text)"
     print(message, file=sys.stderr)
-    if not left:
+    if not remaining:
         raise R3LiteError("--exclude leaves no question", "Pass other questions or fewer files to --exclude.")
-    return left
+    return remaining

@@ -1,7 +1,7 @@
 """Trajectories sampled from a teacher, a remote model, and checked as they are written.
 
-The teacher is given what a student is given: the same prompts, and the documents that its own queries retrieve. It is
-never given the answer.
+The teacher sees what a student sees: the same prompts, and the documents that its own queries retrieve. It never sees
+the answer.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from r3lite.settings import CollectConfig
 FINAL = ("blocked", "cut", "empty")
 WITHOUT_SEARCH = "answered without a search"
 # Attempts must differ, and newer models take no temperature. The text must not show in what the teacher writes.
-OTHER_WAY = (
+ATTEMPT_NOTE = (
     "This is attempt {number} of {all} at this question. Take a way of your own: other queries, in other words or "
     "another order, than those that come to mind first. Do not write about attempts."
 )
@@ -41,7 +41,9 @@ class Try:
 
     @property
     def goes_on(self) -> bool:
-        return not (self.failure or self.missing or (self.steps and self.steps[-1].answer is not None))
+        if self.failure or self.missing:
+            return False
+        return not self.steps or self.steps[-1].answer is None
 
 
 @dataclass(frozen=True)
@@ -54,99 +56,141 @@ class Teacher:
     retrieve: Retrieve
 
     def gather(self, questions: list[Question], output: Path, earlier: Earlier, size: int) -> Tally:
-        """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time.
+        """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time;
+        returns the counts.
 
         Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
         `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
         """
-        before, tally = {"kept": ids(earlier.kept), "rejected": ids(earlier.rejected)}, Tally(len(questions))
-        waiting = [q for q in questions if not any(q.id in known for known in before.values())]
-        if len(waiting) < len(questions):
-            counts = {name: sum(q.id in known for q in questions) for name, known in before.items()}
-            tally.extra |= {f"{name} in earlier runs": count for name, count in counts.items()}
-            tally.kept_earlier = counts["kept"]
-        bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
-        for start in range(0, len(waiting), size):
-            block = waiting[start : start + size]
-            last = {q.id: Try(q, failure="not tried") for q in block}
-            for number in range(self.config.collect.attempts):
-                failed = [t.question for t in last.values() if t.failure]
-                last |= {t.question.id: t for t in self.attempt(failed, number)}
-            right = [t for t in last.values() if not (t.failure or t.missing)]
-            wrong = [t for t in last.values() if t.failure]
-            append_jsonl(output, [Trajectory.of(t.question, t.steps, "teacher").to_json() for t in right])
-            append_jsonl(rejections_of(output), [{"id": t.question.id, "reason": t.failure} for t in wrong])
-            for this in right:
-                tally.keep_retrieved(this.question, this.steps)
-            tally.rejected.update(t.failure for t in wrong)
-            missing = [t.missing for t in last.values() if t.missing]
-            tally.rejected.update(f"no reply ({m.partition(':')[0]}), will be retried" for m in missing)
-            bar.update(len(block))
-            if capped := next((m for m in missing if m.startswith("capped")), None):
-                tally.extra["stopped"] = capped.partition(": ")[2]
-                tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
-                break
-            if len(missing) == len(last):
-                raise R3LiteError(f"the teacher does not reply: {missing[0]}", "Run the command again to continue.")
-        bar.close()
+        tally = Tally(len(questions))
+        waiting = _without_earlier(questions, earlier, tally)
+        with tqdm(total=len(waiting), desc="teacher", unit="question", disable=None) as bar:
+            for start in range(0, len(waiting), size):
+                block = waiting[start : start + size]
+                attempts = self.attempt_all(block)
+                _write(attempts, output, tally)
+                bar.update(len(block))
+                missing = [attempt.missing for attempt in attempts if attempt.missing]
+                capped = [reason for reason in missing if reason.startswith("capped")]
+                if capped:
+                    tally.extra["stopped"] = capped[0].partition(": ")[2]
+                    tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
+                    break
+                if len(missing) == len(attempts):
+                    cause = f"the teacher does not reply: {missing[0]}"
+                    raise R3LiteError(cause, "Run the command again to continue.")
         counts = self.client.counts()
-        tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}
-        unknown = "unknown: pass --judge-input-price and --judge-output-price"
-        tally.extra["US dollars"] = f"{counts['cost']:.4f}" if "cost" in counts else unknown
+        tally.extra["requests"] = counts["calls"]
+        tally.extra["replies from the cache"] = counts["cache_hits"]
+        tally.extra["US dollars"] = "unknown: pass --judge-input-price and --judge-output-price"
+        if "cost" in counts:
+            tally.extra["US dollars"] = f"{counts['cost']:.4f}"
         return tally
 
-    def attempt(self, questions: list[Question], number: int) -> list[Try]:
-        """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
-        tries = [Try(q) for q in questions]
-        while live := [t for t in tries if t.goes_on]:
-            requests = [self.request(t, number) for t in live]
-            for this, reply in zip(live, self.client.generate_all(requests), strict=True):
-                self.add_step(this, reply)
-            searching = [t for t in live if t.goes_on]
-            asked = [(t.question, search) for t in searching for search in t.steps[-1].searches]
-            found = iter(retrieve_all(self.retrieve, asked))
-            for this in searching:
-                outcomes = [next(found) for _ in this.steps[-1].queries]
-                if failed := next((o for o in outcomes if isinstance(o, Failure)), None):
-                    this.missing = f"retriever: {failed.reason}"
-                else:
-                    this.steps[-1] = this.steps[-1].with_documents(outcomes)
-        return tries
+    def attempt_all(self, questions: list[Question]) -> list[Try]:
+        """Returns the last attempt at each question, which is repeated while it fails and --attempts allow."""
+        last = {question.id: Try(question, failure="not tried") for question in questions}
+        for number in range(self.config.collect.attempts):
+            failed = [attempt.question for attempt in last.values() if attempt.failure]
+            for attempt in self.attempt(failed, number):
+                last[attempt.question.id] = attempt
+        return list(last.values())
 
-    def request(self, this: Try, number: int) -> Request:
-        """The episode so far, as the chat that a student sees, and the demand for the next step.
+    def attempt(self, questions: list[Question], number: int) -> list[Try]:
+        """Returns the results of attempt `number` (from 0) at each question; every round of requests asks for one step
+        each."""
+        attempts = [Try(question) for question in questions]
+        while unfinished := [attempt for attempt in attempts if attempt.goes_on]:
+            requests = [self.request(attempt, number) for attempt in unfinished]
+            replies = self.client.generate_all(requests)
+            for attempt, reply in zip(unfinished, replies, strict=True):
+                self.add_step(attempt, reply)
+            self._search([attempt for attempt in unfinished if attempt.goes_on])
+        return attempts
+
+    def _search(self, attempts: list[Try]) -> None:
+        """Adds to the last step of each attempt the documents of its queries, all retrieved in one batch."""
+        searches = []
+        for attempt in attempts:
+            searches += [(attempt.question, search) for search in attempt.steps[-1].searches]
+        outcomes = iter(retrieve_all(self.retrieve, searches))
+        for attempt in attempts:
+            step = attempt.steps[-1]
+            of_step = [next(outcomes) for _ in step.queries]
+            failures = [outcome for outcome in of_step if isinstance(outcome, Failure)]
+            if failures:
+                attempt.missing = f"retriever: {failures[0].reason}"
+            else:
+                attempt.steps[-1] = step.with_documents(of_step)
+
+    def request(self, attempt: Try, number: int) -> Request:
+        """Returns the episode so far, as the chat that a student sees, and the demand for the next step.
 
         The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
         """
-        question = self.protocol.quoted(this.question.text)
-        turns, user = [shot["content"] for shot in self.protocol.shots], [self.protocol.opening(question)]
-        for k, step in enumerate(this.steps, 1):
+        question = self.protocol.quoted(attempt.question.text)
+        turns = [shot["content"] for shot in self.protocol.shots]
+        user = [self.protocol.opening(question)]
+        for k, step in enumerate(attempt.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
-            user = [self.protocol.observation(question, this.steps[:k])]
-        if len(this.steps) == self.config.lengths.max_hops:
+            user = [self.protocol.observation(question, attempt.steps[:k])]
+        if len(attempt.steps) == self.config.lengths.max_hops:
             user.append(self.protocol.answer_request)
         if number:
-            user.append(OTHER_WAY.format(number=number + 1, all=self.config.collect.attempts))
-        user.append(self.protocol.step_request(len(this.steps) + 1))
+            user.append(ATTEMPT_NOTE.format(number=number + 1, all=self.config.collect.attempts))
+        user.append(self.protocol.step_request(len(attempt.steps) + 1))
         nonce = f"{self.config.common.seed}/{number}"
         return Request("\n\n".join(user), self.protocol.system, tuple(turns), nonce=nonce)
 
-    def add_step(self, this: Try, reply: Reply) -> None:
+    def add_step(self, attempt: Try, reply: Reply) -> None:
         """Adds the step of a reply, or records why the attempt fails."""
         if reply.failure in FINAL:
-            this.failure = f"reply {reply.failure}"
+            attempt.failure = f"reply {reply.failure}"
             return
         if reply.failure:
-            this.missing = f"{reply.failure}: {reply.detail}"
+            attempt.missing = f"{reply.failure}: {reply.detail}"
             return
-        step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
+        step = self.protocol.parse(self.protocol.first_turn(reply.text), attempt.steps)
         if step.faults:
-            this.failure = f"malformed step ({step.faults[0]})"
-        elif step.searches and len(this.steps) == self.config.lengths.max_hops:
-            this.failure = f"no answer after {self.config.lengths.max_hops} queries"
-        else:
-            this.steps.append(step)
-            if step.answer is not None and not is_right(this.question, step.answer, self.config.collect.min_f1):
-                this.failure = "wrong answer"
-            elif step.answer is not None and len(this.steps) == 1 and self.config.collect.without_search == "drop":
-                this.failure = WITHOUT_SEARCH
+            attempt.failure = f"malformed step ({step.faults[0]})"
+            return
+        if step.searches and len(attempt.steps) == self.config.lengths.max_hops:
+            attempt.failure = f"no answer after {self.config.lengths.max_hops} queries"
+            return
+        attempt.steps.append(step)
+        if step.answer is None:
+            return
+        if not is_right(attempt.question, step.answer, self.config.collect.min_f1):
+            attempt.failure = "wrong answer"
+        elif len(attempt.steps) == 1 and self.config.collect.without_search == "drop":
+            attempt.failure = WITHOUT_SEARCH
+
+
+def _without_earlier(questions: list[Question], earlier: Earlier, tally: Tally) -> list[Question]:
+    """Returns the questions that no earlier run has kept or rejected; counts the others."""
+    kept_ids = ids(earlier.kept)
+    rejected_ids = ids(earlier.rejected)
+    done = kept_ids | rejected_ids
+    waiting = [question for question in questions if question.id not in done]
+    if len(waiting) < len(questions):
+        tally.kept_earlier = sum(question.id in kept_ids for question in questions)
+        tally.extra["kept in earlier runs"] = tally.kept_earlier
+        tally.extra["rejected in earlier runs"] = sum(question.id in rejected_ids for question in questions)
+    return waiting
+
+
+def _write(attempts: list[Try], output: Path, tally: Tally) -> None:
+    """Adds the trajectories of right attempts to the file, and then what was rejected; counts both."""
+    right = [attempt for attempt in attempts if not (attempt.failure or attempt.missing)]
+    failed = [attempt for attempt in attempts if attempt.failure]
+    trajectories = [Trajectory.of(attempt.question, attempt.steps, "teacher") for attempt in right]
+    append_jsonl(output, [trajectory.to_json() for trajectory in trajectories])
+    rejections = [{"id": attempt.question.id, "reason": attempt.failure} for attempt in failed]
+    append_jsonl(rejections_of(output), rejections)
+    for attempt in right:
+        tally.keep_retrieved(attempt.question, attempt.steps)
+    tally.rejected.update(attempt.failure for attempt in failed)
+    for attempt in attempts:
+        if attempt.missing:
+            kind = attempt.missing.partition(":")[0]
+            tally.rejected[f"no reply ({kind}), will be retried"] += 1

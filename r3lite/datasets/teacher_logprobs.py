@@ -1,12 +1,12 @@
-"""A cache of what a teacher would have said along trajectories: a folder of safetensors and JSON.
+"""A cache of a teacher's distributions along trajectories: a folder of safetensors and JSON.
 
 Part files of PART rows are written one after the other, each whole or not at all, so that a run that was killed goes on
-with the next one. The manifest is written last; it records what the cache was made from (see Origin) and its questions.
-No model is loaded here.
+with the next one. The manifest is written last; it records the origin of the cache and its questions. No model is
+loaded here.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 @dataclass(frozen=True)
 class Origin:
-    """What a cache follows from: fingerprints of the teacher, the tokenizer and the trajectories in tokens."""
+    """The fingerprints of what a cache follows from: the teacher, the tokenizer and the trajectories in tokens."""
 
     teacher: str
     tokenizer: str
@@ -37,7 +37,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A trajectory in tokens, and what the teacher would have said at each that has loss."""
+    """A trajectory in tokens, and the teacher's distribution at each token that has loss."""
 
     row: Row
     teacher: TopTokens
@@ -48,30 +48,49 @@ def part_of(folder: Path, number: int) -> Path:
 
 
 def parts_done(folder: Path, origin: Origin) -> int:
-    """How many parts an earlier run has written; R3LiteError if the folder holds anything else or is of another run."""
-    names, done = names_in(folder), 0
-    while part_of(folder, done).name in names:
-        _check_part(part_of(folder, done), origin, ANOTHER)
-        done += 1
-    if other := names - {part_of(folder, n).name for n in range(done)} - {MANIFEST}:
-        raise R3LiteError(f"{folder} is not a cache of log-probabilities: it holds {min(other)}", ANOTHER)
-    return done
+    """Returns how many parts an earlier run has written.
+
+    Raises R3LiteError if the folder holds anything else or is of another run.
+    """
+    foreign = names_in(folder) - {MANIFEST}
+    count = 0
+    while part_of(folder, count).name in foreign:
+        part = part_of(folder, count)
+        _check_part(part, origin, ANOTHER)
+        foreign.remove(part.name)
+        count += 1
+    if foreign:
+        raise R3LiteError(f"{folder} is not a cache of log-probabilities: it holds {min(foreign)}", ANOTHER)
+    return count
 
 
 def _check_part(path: Path, origin: Origin, remedy: str) -> None:
     """Refuses a part that another teacher, tokenizer or trajectories have made, naming what differs."""
     with opened(path, remedy) as file:
-        kept = file.metadata() or {}
+        metadata = file.metadata() or {}
     for name, value in asdict(origin).items():
-        if kept.get(name) != value:
-            raise R3LiteError(f"{path} was made with another {name}: {kept.get(name)}, not {value}", ANOTHER)
+        value_of_part = metadata.get(name)
+        if value_of_part != value:
+            raise R3LiteError(f"{path} was made with another {name}: {value_of_part}, not {value}", ANOTHER)
 
 
-def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
-    tensors = {"sizes": torch.tensor([len(row.tokens) for row in rows])}
-    tensors["tokens"] = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
-    tensors["loss_mask"] = torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool)
-    tensors |= {part: torch.cat([getattr(of_row, part) for of_row in teacher]) for part in ("ids", "logprobs")}
+def write_part(
+    folder: Path,
+    number: int,
+    origin: Origin,
+    rows: Sequence[Row],
+    teacher: Sequence[TopTokens],
+) -> None:
+    """Writes rows and the teacher's distributions along each of them as part 0, 1, ..."""
+    tokens = [token for row in rows for token in row.tokens]
+    loss_mask = [has_loss for row in rows for has_loss in row.action_mask]
+    tensors = {
+        "sizes": torch.tensor([len(row.tokens) for row in rows]),
+        "tokens": torch.tensor(tokens, dtype=torch.int32),
+        "loss_mask": torch.tensor(loss_mask, dtype=torch.bool),
+        "ids": torch.cat([of_row.ids for of_row in teacher]),
+        "logprobs": torch.cat([of_row.logprobs for of_row in teacher]),
+    }
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 
@@ -84,16 +103,19 @@ def _manifest(folder: Path) -> tuple[Record, Origin]:
     if not (folder / MANIFEST).is_file():
         raise R3LiteError(f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
     record = read_record(folder / MANIFEST, ANOTHER)
-    return record, Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
+    values = {field.name: record.text(field.name) for field in fields(Origin)}
+    return record, Origin(**values)
 
 
 def identity(folder: Path) -> str:
-    """What the cache follows from, in one line."""
-    return " ".join(asdict(_manifest(folder)[1]).values())
+    """Returns the origin of a cache in one line."""
+    _, origin = _manifest(folder)
+    return " ".join(asdict(origin).values())
 
 
 def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
-    """The first trajectory of each question, by its id; log-probabilities stay in the mapped files until they are used.
+    """Returns the first trajectory of each question, by its id; log-probabilities stay in the mapped files until they
+    are used.
 
     Raises R3LiteError if the cache is not complete, of another tokenizer than that of the fingerprint `tokenizer`, or
     has a row of more than `longest` tokens.
@@ -102,23 +124,27 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     if origin.tokenizer != tokenizer:
         cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
         raise R3LiteError(cause, "Use a teacher of the policy's model family: both need the same tokenizer.")
-    found: dict[str, Lesson] = {}
+    lessons: dict[str, Lesson] = {}
     questions = record.texts("questions")
-    for number in range(-(-len(questions) // PART)):
-        path = part_of(folder, number)
+    for start in range(0, len(questions), PART):
+        path = part_of(folder, start // PART)
         _check_part(path, origin, GO_ON)
-        for question, lesson in zip(questions[number * PART :], _read_part(path), strict=False):
-            found.setdefault(question, lesson)
-    size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
+        for question, lesson in zip(questions[start:], _read_part(path), strict=False):
+            lessons.setdefault(question, lesson)
+    size = max((len(lesson.row.tokens) for lesson in lessons.values()), default=0)
     if size > longest:
         raise R3LiteError(f"{folder} has a row of {size} tokens, but --max-length is {longest}", "Raise --max-length.")
-    return found
+    return lessons
 
 
 def _read_part(path: Path) -> list[Lesson]:
-    kept = read_tensors(path, GO_ON)
-    sizes = kept["sizes"].tolist()
-    pairs = zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
-    rows = [Row(tokens.tolist(), mask.tolist()) for tokens, mask in pairs]
-    teacher = TopTokens(kept["ids"], kept["logprobs"]).split([row.loss_tokens for row in rows])
-    return [Lesson(row, of_row) for row, of_row in zip(rows, teacher, strict=True)]
+    tensors = read_tensors(path, GO_ON)
+    sizes = tensors["sizes"].tolist()
+    tokens_of_rows = tensors["tokens"].split(sizes)
+    masks_of_rows = tensors["loss_mask"].split(sizes)
+    rows = []
+    for tokens, mask in zip(tokens_of_rows, masks_of_rows, strict=True):
+        rows.append(Row(tokens=tokens.tolist(), action_mask=mask.tolist()))
+    top_tokens = TopTokens(tensors["ids"], tensors["logprobs"])
+    of_rows = top_tokens.split([row.loss_tokens for row in rows])
+    return [Lesson(row, of_row) for row, of_row in zip(rows, of_rows, strict=True)]

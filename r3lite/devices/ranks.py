@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from r3lite.core.command import Terminated, World
 from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.exit_status import Terminated
+from r3lite.core.processes import World
 
 T = TypeVar("T")
 BEAT = 1.0  # seconds between a rank's signs of life

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core import command
+from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
 from r3lite.core.records import Record
-from r3lite.evaluation.comparisons import compare, compare_sets, countable
+from r3lite.evaluation.comparisons import compare, compare_sets, valid_places
 from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
@@ -28,7 +28,7 @@ def check_output(config: Any, output: Path) -> None:
     if (output / SCORES).exists():
         remedy = f"Pass another folder, such as {output / 'evaluation'}."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy)
-    command.check_output(output, "evaluate", config, UNFINISHED)
+    earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 
 
 def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
@@ -39,10 +39,10 @@ def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str
     if len(pairs) == 1:
         a, b = pairs[0]
         comparison = compare_pair(a, b, seed)
-        print(comparison_table(comparison | {"a": named(a), "b": named(b)}))
+        print(comparison_table(comparison | {"a": name_with_baseline(a), "b": name_with_baseline(b)}))
     else:
         comparison = compare_pairs(pairs, seed)
-        print(pooled_table(comparison, named))
+        print(pooled_table(comparison, name_with_baseline))
     if folder:
         output = Path(folder)
         with sole_writer(output):
@@ -57,8 +57,8 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
     predictions_a = read_predictions(a)
     predictions_b = read_predictions(b)
     check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
-    marks_a, marks_b = paired(predictions_a, predictions_b)
-    n = len(countable([marks_a, marks_b]))
+    marks_a, marks_b = paired_marks(predictions_a, predictions_b)
+    n = len(valid_places([marks_a, marks_b]))
     metrics = compare(marks_a, marks_b, seed)
     comparison = {"n": n, "a": a, "b": b, "metrics": metrics}
     if n < len(marks_a):
@@ -87,7 +87,7 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
     result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []
     for question_set, metrics in zip(sets, result["sets"], strict=True):
-        n = len(countable([marks for pair in question_set.marks for marks in pair]))
+        n = len(valid_places([marks for pair in question_set.marks for marks in pair]))
         entry = {
             "n": n,
             "a": [a for a, _ in question_set.pairs],
@@ -150,7 +150,7 @@ def _set_of(
     return match
 
 
-def named(path: str) -> str:
+def name_with_baseline(path: str) -> str:
     """Returns the path of an evaluation, with its baseline if it is a folder whose settings name one."""
     config = Path(path) / CONFIG
     settings = load_toml(config).get("evaluate", {}) if config.exists() else {}
@@ -185,7 +185,7 @@ def read_predictions(path: str | Path) -> Predictions:
     return predictions
 
 
-def paired(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
+def paired_marks(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
     """Returns both marks of each question, in the order of the first."""
     marks_a = [marks for _, marks in ours.values()]
     marks_b = [theirs[id][1] for id in ours]

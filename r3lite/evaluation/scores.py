@@ -134,7 +134,7 @@ def combined(marks: Marks) -> float | None:
     return combined_score(marks.em, marks.f1, marks.recall, hops=marks.hops)
 
 
-def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
+def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
     """Returns by metric two numbers of each question: what is summed up, and what the sum is divided by.
 
     Both are 0 if the metric is unknown of the question. Metrics that are known of no question are left out, but for
@@ -181,7 +181,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     Questions at which the retriever failed are left out, also of `n`.
     """
     marks = without_failures(marks)
-    parts_by_metric = parts(marks)
+    parts_by_metric = metric_parts(marks)
     table = np.array(list(parts_by_metric.values()), dtype=np.float64)  # [metrics, n, 2]
     means = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
     entries: dict = {"n": len(marks)}

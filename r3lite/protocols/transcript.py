@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.core.token_record import TokenRecord
 from r3lite.protocols import base
 from r3lite.protocols.chat import ThinkingChat
 from r3lite.protocols.chat_template import THINK
@@ -24,12 +25,10 @@ LONGEST_TITLE = 64  # tokens; titles are not cut further, because gold paragraph
 
 
 @dataclass
-class Transcript:
+class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far."""
 
     question: Question
-    tokens: list[int] = field(default_factory=list)  # [T]
-    action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
     steps: list[Step] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
     finish: str | None = None  # None: the episode goes on

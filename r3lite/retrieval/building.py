@@ -56,8 +56,8 @@ def check_output(folder: str | Path) -> Path:
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.")
-    unknown = names - index.OWN - {WAITING, PLAN}
-    foreign = {name for name in unknown if not index.PARTS.fullmatch(name)}
+    unknown = names - index.INDEX_FILES - {WAITING, PLAN}
+    foreign = {name for name in unknown if not index.VECTOR_FILES.fullmatch(name)}
     if foreign:
         raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy)
     if names:
@@ -190,7 +190,7 @@ def _replace(folder: Path, work: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
+def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
     """Builds the index folder, in place of an index of the same passages."""
     documents, folder = passages_of(settings, chunking)
     with gathered(output, documents) as gathered_passages:

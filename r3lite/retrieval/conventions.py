@@ -86,7 +86,7 @@ class Conventions:
     dimension: int | None  # to which vectors are cut; None: all
     is_normalized: bool  # if the folder's modules make vectors of length 1, before they are cut
     is_dot: bool  # if vectors are compared as they are, and not by their cosine
-    other: str | None  # why BertEncoder does not compute these vectors; None if it does
+    unsupported: str | None  # why BertEncoder does not compute these vectors; None if it does
 
     def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
         """Returns the style and its prefixes; of auto own if the folder names prompts, else e5 if the encoder's name
@@ -157,7 +157,7 @@ def read_conventions(name: str) -> Conventions:
         dimension=dimension,
         is_normalized=is_normalized,
         is_dot=similarity == "dot" and not (is_normalized and dimension is None),  # else it is the cosine
-        other=reasons[0] if reasons else None,
+        unsupported=reasons[0] if reasons else None,
     )
 
 

@@ -49,7 +49,8 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
     for path in paths:
         count = 0
         bad: list[InvalidRecord] = []
-        for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", bad.append if skip_bad_rows else None):
+        skip = bad.append if skip_bad_rows else None
+        for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", skip):
             try:
                 document = _document(record)
                 if document.id in ids:
@@ -138,10 +139,10 @@ class Passages(Sequence[Document]):
             return [self[j] for j in range(*i.indices(len(self)))]
         return self.at(int(self.live[i]))
 
-    def only(self, fit: np.ndarray) -> "Passages":
-        """Returns the passages for which `fit` [N] is true."""
+    def only(self, mask: np.ndarray) -> "Passages":
+        """Returns the passages for which `mask` [N] is true."""
         fitting = copy.copy(self)
-        fitting.live = np.array(self.live)[fit]
+        fitting.live = np.array(self.live)[mask]
         return fitting
 
     def at(self, place: int) -> Document:
@@ -164,7 +165,8 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
     path = folder / ENDS
     if path.exists():
         check_regular(path, remedy)
-        ends = np.fromfile(path, dtype="<i8", count=-1 if places is None else places)
+        count = -1 if places is None else places
+        ends = np.fromfile(path, dtype="<i8", count=count)
     else:
         with open(folder / PASSAGES, "rb") as file:
             ends = np.cumsum([len(line) for line in file], dtype=np.int64)
@@ -175,19 +177,19 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
     return ends
 
 
-def write_passages(folder: Path, documents: Iterable[Document], after: int = 0) -> str:
-    """Writes passages behind the first `after` places of a folder; returns the fingerprint of those written.
+def write_passages(folder: Path, documents: Iterable[Document], start: int = 0) -> str:
+    """Writes passages behind the first `start` places of a folder; returns the fingerprint of those written.
 
     Passages that are behind these places already, which nothing refers to, are cut off. One passage is in memory at a
     time.
     """
-    ends = _ends(folder, after, "") if after else np.empty(0, np.int64)
-    size = int(ends[-1]) if after else 0
+    ends = _ends(folder, start, "") if start else np.empty(0, np.int64)
+    size = int(ends[-1]) if start else 0
     with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as marks:
-        if not marks.tell() and after:  # an older index, which has none
+        if not marks.tell() and start:  # an older index, which has none
             marks.write(ends.astype("<i8").tobytes())
         texts.truncate(size)
-        marks.truncate(8 * after)
+        marks.truncate(8 * start)
         value = fingerprint(_written(documents, texts=texts, marks=marks, size=size))
         for file in (texts, marks):
             file.flush()

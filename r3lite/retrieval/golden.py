@@ -12,7 +12,7 @@ from r3lite.retrieval.corpus import noise
 from r3lite.retrieval.setup import Setup
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def golden_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever. `top_k` has no effect: the question decides how many paragraphs support its answer.
 
     Raises R3LiteError if a question has none.

@@ -43,13 +43,13 @@ VECTORS = "index.faiss"
 MANIFEST = "manifest.json"
 PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
-OWN = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
-PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
+INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
+VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 # The largest distance of a vector from that of the same encoder for its passage, by its length: a cosine of 0.999.
 FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
-MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
+ADDED_LIMIT = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
@@ -66,10 +66,9 @@ class PassageIndex:
         self,
         queries: list[str],
         k: int,
-        own: list[tuple[int, ...]] | None = None,
+        own_places: list[tuple[int, ...]] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` nearest passages of each query, nearest first; for query i only of the places `own[i]`, if
-        given.
+        """Returns the `k` nearest passages of each query, nearest first; for query i only of `own_places[i]`, if given.
 
         There are fewer than `k` if the index holds fewer, and none for a query without any word that a hashing encoder
         knows: its vector is zero, and all passages are equally near.
@@ -77,10 +76,10 @@ class PassageIndex:
         if not queries:
             return []
         vectors = self.encoder.encode_queries(queries)
-        if own is None:
+        if own_places is None:
             nearest = self.vectors.search(vectors, k)
         else:
-            pairs = zip(vectors, own, strict=True)
+            pairs = zip(vectors, own_places, strict=True)
             nearest = [self._search_places(vector, places, k) for vector, places in pairs]
         rankings = []
         for vector, (scores, places) in zip(vectors, nearest):
@@ -93,22 +92,24 @@ class PassageIndex:
     def _search_places(
         self,
         vector: np.ndarray,
-        own: tuple[int, ...],
+        candidates: tuple[int, ...],
         k: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns scores and places of the `k` nearest of the places `own`; of an index that was just built, which is
-        flat."""
-        places = np.array(own, dtype=np.int64)
+        """Returns scores and places of the `k` nearest of the places `candidates`.
+
+        It is for an index that was just built, which is flat.
+        """
+        places = np.array(candidates, dtype=np.int64)
         products = self.vectors.base.reconstruct_batch(places) @ vector
         order = best(products, k)
         return products[order], places[order]
 
-    def only(self, fit: np.ndarray) -> "PassageIndex":
-        """Returns the index of those passages for which `fit` [N] is true, without copying vectors."""
-        return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
+    def only(self, mask: np.ndarray) -> "PassageIndex":
+        """Returns the index of those passages for which `mask` [N] is true, without copying vectors."""
+        return replace(self, documents=self.documents.only(mask), vectors=self.vectors.only(mask))
 
 
-def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
+def build_index(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, and returns a new flat index of them in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
     add_vectors(vectors, encoded(encoder, documents))
@@ -255,7 +256,7 @@ def read_manifest(path: Path) -> Record:
         manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
         manifest.choice("kind", CLASSES)
         for name in manifest.record("files").values:
-            if not PARTS.fullmatch(name):
+            if not VECTOR_FILES.fullmatch(name):
                 raise manifest.error(f"{name!r} is not a file of an index")
     return manifest
 
@@ -371,7 +372,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
         add_vectors(added, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
     add_vectors(added, new_vectors)
     write_passages(path, new, vectors.places)
-    if added.ntotal > max(MANY, vectors.base.ntotal // 10):
+    if added.ntotal > max(ADDED_LIMIT, vectors.base.ntotal // 10):
         kind = folder.manifest.text("kind")
         base = open_vectors(folder.file("index"), kind, folder.remedy, mapped=False)
         add_vectors(base, blocks_of(added))
@@ -452,6 +453,6 @@ def _publish(
 def tidy(folder: Path, names: Container[str]) -> None:
     """Removes files of vectors and deletions that a manifest does not name: a kill may have left them."""
     for path in folder.iterdir():
-        if PARTS.fullmatch(path.name) and path.name not in names:
+        if VECTOR_FILES.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
                 path.unlink()

@@ -17,7 +17,7 @@ from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.listening import is_loopback
 from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
 KEY = "QDRANT_API_KEY"
@@ -29,11 +29,11 @@ POINTS = uuid.UUID("6f3d5c0e-6c8c-5d0a-9f0e-7a3f1f0c2b11")  # the namespace of t
 REMEDY = "Check that the server runs, and check its address, the collection and QDRANT_API_KEY."
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def qdrant_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever of the collection that the settings name."""
     collection = Collection(setup.settings.retriever, setup.encoder)
     collection.check()
-    return Search(collection, top_k)
+    return RankingRetriever(collection, top_k)
 
 
 class Collection:

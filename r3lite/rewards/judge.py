@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # its libraries take long to load
 
 OUTPUT_TOKENS = 256
 OUTPUT_TOKENS_PER_STEP = 64
-# The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
-# when a round ends before any call succeeded.
+# The run stops when more than half of the last WINDOW replies failed, of at least MIN_REPLIES; when IN_A_ROW failed;
+# and when a round ends before any call succeeded.
 WINDOW = 40
-ENOUGH = 20
+MIN_REPLIES = 20
 IN_A_ROW = 8
 
 
@@ -72,7 +72,7 @@ def _tenths(entry: Record, name: str) -> float:
 
 
 @functools.cache
-def question() -> tuple[str, dict]:
+def judge_prompt() -> tuple[str, dict]:
     """Returns the judge's instructions and the JSON schema of its reply.
 
     Both are part of the name of a cached reply: if they change, every episode is judged anew.
@@ -84,7 +84,7 @@ def question() -> tuple[str, dict]:
 
 def request_for(episode: Episode) -> Request:
     """Returns the one call that judges an episode."""
-    system, schema = question()
+    system, schema = judge_prompt()
     return Request(
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
         system=system,
@@ -154,7 +154,7 @@ class Judge:
             self._failed += 1
         failed = [latest.failure is not None for latest in self._latest]
         row_failed = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
-        most_failed = len(failed) >= ENOUGH and sum(failed) > len(failed) / 2
+        most_failed = len(failed) >= MIN_REPLIES and sum(failed) > len(failed) / 2
         if row_failed or most_failed:
             raise self._failing()
 
@@ -176,7 +176,7 @@ def _nothing_right(episode: Episode) -> Verdict | None:
     return Verdict(False, tuple(opinions))
 
 
-def note_on(judge: Judge | None) -> str:
+def missing_verdicts_note(judge: Judge | None) -> str:
     """Returns what the end of a run adds about verdicts that are missing; nothing if none is."""
     if judge is None or not judge.missing:
         return ""

@@ -40,7 +40,7 @@ FLAGGED: dict[str, RewardFunction] = {
     "outcome": parts.outcome,
 }
 # The rewards that need a format with searches.
-SEARCHING = (
+SEARCH_REWARDS = (
     searching.gold_recall,
     searching.gold_precision,
     searching.information_gain,
@@ -63,7 +63,7 @@ REWARDS: dict[str, RewardFunction] = {
         formats.all_tags,
         formats.tag_share,
         formats.valid_plan,
-        *SEARCHING,
+        *SEARCH_REWARDS,
         judged.judged_answer,
         judged.coherence,
         texts.length_penalty,
@@ -77,7 +77,7 @@ REWARDS: dict[str, RewardFunction] = {
     )
 }
 # The built-in rewards for the answer itself. A user's own function counts as one, too: it may well be.
-ANSWERS = (
+ANSWER_REWARDS = (
     answers.exact_match,
     answers.answer_f1,
     answers.contains_gold,
@@ -90,7 +90,7 @@ ANSWERS = (
     tasks.chat,
     tasks.combined,
 )
-MOST = 1e15  # learning squares rewards and adds them up, in fp32
+LARGEST_REWARD = 1e15  # learning squares rewards and adds them up, in fp32
 VERDICT = "verdict"  # the parameter that asks for the judge's
 KINDS = (
     ((bool,), "true or false"),
@@ -113,7 +113,7 @@ class NamedReward:
     @property
     def pays_answer(self) -> bool:
         """True if it counts as a reward for the answer."""
-        return self.weight != 0 and (self.function in ANSWERS or ":" in self.name)
+        return self.weight != 0 and (self.function in ANSWER_REWARDS or ":" in self.name)
 
     def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
         """Returns the weighted reward of each step; None if the reward is missing.
@@ -133,7 +133,8 @@ class NamedReward:
         # Those with flags have no bound of their own: `Scored` refuses a step's sum that is too large.
         if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
-            remedy = f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing."
+            limit = f"a number of at most {LARGEST_REWARD:.0e}"
+            remedy = f"It must return {limit}, a list of one per step, or None if it is missing."
             raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
         return [self.weight * float(reward) for reward in by_step]
 
@@ -154,7 +155,7 @@ def _are_rewards(values: list, step_count: int) -> bool:
     """Returns True if there is one number per step that can be learned from."""
     if len(values) != step_count:
         return False
-    return all(isinstance(value, Real) and abs(value) <= MOST for value in values)
+    return all(isinstance(value, Real) and abs(value) <= LARGEST_REWARD for value in values)
 
 
 def rewards_of(settings: RewardSettings) -> list[NamedReward]:
@@ -171,10 +172,17 @@ def rewards_of(settings: RewardSettings) -> list[NamedReward]:
 
 
 def _flagged(name: str, settings: RewardSettings) -> NamedReward:
+    """Returns the reward of FLAGGED with the values of its flags."""
     function = FLAGGED[name]
-    _, *parameters = inspect.signature(function).parameters
-    flags = {flag: getattr(settings, flag) for flag in parameters if flag != VERDICT}
-    return NamedReward(name, weight=1.0, function=function, parameters=flags, takes_verdict=VERDICT in parameters)
+    names = list(inspect.signature(function).parameters)[1:]  # without the episode
+    flags = {flag: getattr(settings, flag) for flag in names if flag != VERDICT}
+    return NamedReward(
+        name,
+        weight=1.0,
+        function=function,
+        parameters=flags,
+        takes_verdict=VERDICT in names,
+    )
 
 
 def named_rewards(settings: RewardSettings) -> list[NamedReward]:

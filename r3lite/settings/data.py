@@ -57,25 +57,27 @@ class SourceEntry(Weighted):
     are given.
     """
 
-    def __init__(self, given: Any):
-        super().__init__(given, "file")
+    def __init__(self, entry: Any):
+        super().__init__(entry, "file")
         if unknown := [key for key in self if key not in KEYS]:
             source = self.get("name") or self.get("file") or "without a file"
             raise UsageError(f"the source {source} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
         file = self.get("file")
         if not isinstance(file, str) or not file.strip() or "\0" in file:
-            raise UsageError(f"a source has no file: {given}")
-        self.setdefault("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
-        name, weight, kind = self["name"], self["weight"], self.get("type")
+            raise UsageError(f"a source has no file: {entry}")
+        name_of_file = re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")
+        name = self.setdefault("name", name_of_file[:64] or "data")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
             raise UsageError(f"the source of {file} is named {name!r}; a name has letters, digits, - and _")
+        weight = self["weight"]
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
             raise UsageError(f"the source {name} has the weight {weight!r}; it must be a number above 0")
         for key, choices in (("type", TYPES), ("format", FORMATS)):
             value = self.get(key, choices[0])
             if value not in choices:
-                known = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
-                raise UsageError(f"the source {name} has the {key} {value!r}; {known}")
+                remedy = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
+                raise UsageError(f"the source {name} has the {key} {value!r}; {remedy}")
+        kind = self.get("type")
         if "format" in self and kind not in (None, "qa"):
             raise UsageError(f"the source {name} is of type {kind}, which has no steps: remove its format")
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from r3lite.core.command import Terminated
 from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.spans import Spans, span
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import metrics, optim

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
-from r3lite.core.command import changes, refuse_another_run
 from r3lite.core.config import flat
+from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values

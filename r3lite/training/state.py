@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from r3lite.core.command import refuse_other_inputs
+from r3lite.core.earlier_output import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state

@@ -136,11 +136,11 @@ def test_a_plan_of_a_decomposition():
 def test_an_answer_is_verified_by_the_documents_that_show_it():
     """A format that verifies rejected every demonstration."""
     protocol = build_protocol(ProtocolSettings(verification=True))
-    made = gold.shown(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
+    made = gold.demonstration(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
     assert made[-1].verification == "[2] Brenn shows Ann Dahl, [1] Ann Dahl shows Oslo."
     assert check_steps(made, protocol) is None and made[:-1] == gold.steps(QUESTION, [[OTHERS[0], FILM], [PERSON]])[:-1]
     assert gold.verified(QUESTION, made, build_protocol(ProtocolSettings())) == made
-    assert check_steps(gold.shown(QUESTION, [OTHERS, OTHERS], protocol), protocol).startswith(
+    assert check_steps(gold.demonstration(QUESTION, [OTHERS, OTHERS], protocol), protocol).startswith(
         "step 3 answers without a"
     )
 
@@ -148,13 +148,13 @@ def test_an_answer_is_verified_by_the_documents_that_show_it():
 def test_queries_that_do_not_wait_for_one_another_are_asked_at_once():
     hops = (Hop("Who made it?", "Ann", FILM), Hop("When?", "1900", PERSON), Hop("Who ruled #1 in #2?", "Olav", FILM))
     question, protocol = with_hops(*hops), build_protocol(ProtocolSettings(queries_per_step=3))
-    made = gold.shown(question, [[FILM], [PERSON], []], protocol)
+    made = gold.demonstration(question, [[FILM], [PERSON], []], protocol)
     assert [step.queries for step in made] == [("Who made it?", "When?"), ("Who ruled Ann in 1900?",), ()]
     assert [list(search.documents) for search in made[0].searches] == [[FILM], [PERSON]]
     assert made[0].analysis == "I need to find out: Who made it? When?"
     assert made[1].analysis.startswith("Who made it? Ann. When? 1900. Next I need to find out:")
     assert check_steps(made, protocol) is None
-    assert [len(s.queries) for s in gold.steps(question, [[]] * 3, most=1)] == [1, 1, 1, 0]
+    assert [len(s.queries) for s in gold.steps(question, [[]] * 3, most_queries=1)] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("hurried", [False, True])

@@ -55,14 +55,14 @@ def evaluated(question, documents, layout) -> list[int]:
 def test_the_prompt_has_the_tokens_of_the_evaluation_and_only_the_answer_is_trained_on(any_tokenizer, tmp_path):
     layout = layout_of(any_tokenizer, "rag", max_document_tokens=60, max_new_tokens=40, max_length=640)
     tally = write_plain_rag([OSLO, BERGEN], lambda pairs: [DOCUMENTS for _ in pairs], layout, tmp_path / "rag.jsonl")
-    assert (tally.questions, tally.kept, tally.gold, tally.found) == (2, 2, 1, 1)
+    assert (tally.questions, tally.kept, tally.gold, tally.retrieved_gold) == (2, 2, 1, 1)
     rows = read_rows(tmp_path / "rag.jsonl", build_protocol(ProtocolSettings()))
     for question, row in zip((OSLO, BERGEN), rows, strict=True):
         encoded = encode_row(row, layout_of(any_tokenizer, "none", max_length=640))
         prompt = evaluated(question, DOCUMENTS, layout)
         assert encoded.tokens[: len(prompt)] == prompt
-        assert encoded.loss_mask[: len(prompt)] == [False] * len(prompt)
-        trained = [token for token, has_loss in zip(encoded.tokens, encoded.loss_mask) if has_loss]
+        assert encoded.action_mask[: len(prompt)] == [False] * len(prompt)
+        trained = [token for token, has_loss in zip(encoded.tokens, encoded.action_mask) if has_loss]
         assert trained == encoded.tokens[len(prompt) :][: len(trained)]
         assert trained[-1] == any_tokenizer.stop_id
         reply = any_tokenizer.decode(trained[:-1]).removeprefix("\n</think>\n\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
-from r3lite.datasets.self_taught import chosen
+from r3lite.datasets.self_taught import select
 from r3lite.protocols.base import ANSWER_WAS_FORCED, NO_ROOM
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import CollectSettings, ProtocolSettings
@@ -23,7 +23,7 @@ def episode(answer="New York", queries=("Who?", "Where?"), found=((FILM,), (ANN,
 
 
 def choose(*episodes, keep=2, min_f1=0.8, retrieves=True):
-    return chosen(episodes, PROTOCOL, CollectSettings(min_f1=min_f1, keep=keep), retrieves)
+    return select(episodes, PROTOCOL, CollectSettings(min_f1=min_f1, keep=keep), retrieves)
 
 
 @pytest.mark.parametrize(
