@@ -96,7 +96,9 @@ class Ranks:
         ]
         if wrong:
             remedy = "Start torchrun with the same arguments, r3lite version and files on all machines."
-            raise R3LiteError(f"the processes of this run differ in {'; '.join(wrong)}", remedy)
+            raise R3LiteError(
+                f"the processes of this run differ in {'; '.join(wrong)}", remedy, code="processes-differ"
+            )
 
 
 ALONE = Ranks()
@@ -121,7 +123,9 @@ class Group(Ranks):
         self.store, own = (dist.PrefixStore(start, next(dist.rendezvous("env://"))[0]) for _ in range(2))
         self._keys = [f"rank {rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        with explained(RuntimeError, "the processes of this run cannot connect to each other", GO_ON):
+        with explained(
+            RuntimeError, "the processes of this run cannot connect to each other", GO_ON, code="processes-unconnected"
+        ):
             dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -174,11 +178,13 @@ class Group(Ranks):
         except RuntimeError as error:  # a connection was closed: its owner may have said why
             time.sleep(2 * BEAT)
             self._raise_if_lost()
-            raise RankLost(f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON) from error
+            raise RankLost(
+                f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON, code="process-lost"
+            ) from error
 
     def _raise_if_lost(self) -> None:
         if self.lost:
-            raise RankLost(self.lost, GO_ON)
+            raise RankLost(self.lost, GO_ON, code="process-lost")
 
     def _watch(self) -> None:
         """Gives signs of life, and ends this process when another one gives none or says that it has ended."""
@@ -228,7 +234,7 @@ def joined(world: World, device: str, facts: dict[str, Any]) -> Iterator[Ranks]:
     except BaseException as error:
         group.end(error.cause if isinstance(error, R3LiteError) else f"{type(error).__name__} {error}".strip())
         if group.lost and isinstance(error, Terminated):
-            raise RankLost(group.lost, GO_ON) from None
+            raise RankLost(group.lost, GO_ON, code="process-lost") from None
         raise
     group.end(None)
 
@@ -237,7 +243,7 @@ def _take_card(local_rank: int) -> None:
     """Makes `cuda` mean the card of this rank."""
     if local_rank >= (count := torch.cuda.device_count()):
         cause = f"torchrun has started process {local_rank + 1} on this machine, but PyTorch finds {count} CUDA GPUs"
-        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.")
+        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.", code="too-few-gpus")
     torch.cuda.set_device(local_rank)
 
 

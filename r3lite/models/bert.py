@@ -154,6 +154,7 @@ def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -
             raise R3LiteError(
                 f"{record.source.where}: {key} is {value!r}; only {' and '.join(map(repr, supported))} is supported",
                 "Use a BERT, such as intfloat/e5-base-v2, or a BERT cross-encoder for --rerank.",
+                code="bert-unsupported",
             )
     first = 0 if kind == "bert" else record.whole("pad_token_id", 1, high=1 << 20) + 1
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -200,7 +201,11 @@ def _filled(
     own = {_plain(name): name for name, _ in model.named_parameters()}  # plain name -> ours
     expected = {_plain(name): p.shape for name, p in model.named_parameters()}
     if not path.exists():
-        raise R3LiteError(f"{folder} has no model.safetensors", "Use a model whose weights are in safetensors format.")
+        raise R3LiteError(
+            f"{folder} has no model.safetensors",
+            "Use a model whose weights are in safetensors format.",
+            code="weights-absent",
+        )
     ignored = (*ignored, "embeddings.position_ids")  # which old exporters wrote
     stored = {_plain(name): tensor for name, tensor in read_tensors(path).items()}
     found = {name: tensor for name, tensor in stored.items() if not name.startswith(ignored)}
@@ -212,7 +217,11 @@ def _filled(
         wrong += [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise R3LiteError(f"{path}: {wrong[0]}{more}", "Get config.json and the weights from the same model.")
+        raise R3LiteError(
+            f"{path}: {wrong[0]}{more}",
+            "Get config.json and the weights from the same model.",
+            code="bert-weights-differ",
+        )
     # Copied, because the tensors that were read are views of the mapped file.
     model.load_state_dict({own[n]: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
     return model.eval().requires_grad_(False)

@@ -46,6 +46,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise R3LiteError(
             f"{record.source.where}: model_type is {shown(model_type)}{nearest(model_type, FAMILIES)}",
             f"Supported types are {', '.join(FAMILIES)}; docs/models.md lists models.",
+            code="model-type-unsupported",
         )
     # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
     rope = [record.record("rope_scaling"), record.record("rope_parameters")]
@@ -118,7 +119,7 @@ def _check_supported(record: Record, model_type: str, rope: list[Record]) -> Non
         (biased is not None, f"{biased} is true", f"Only false is supported for {model_type}."),
     ):
         if wrong:
-            raise R3LiteError(f"{record.source.where}: {what}", remedy)
+            raise R3LiteError(f"{record.source.where}: {what}", remedy, code="model-config-unsupported")
 
 
 def quant_method(folder: str | Path) -> str | None:

@@ -42,7 +42,7 @@ def download(model: str) -> Path:
     except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that it uses
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         cause = f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}"
-        raise R3LiteError(cause, REMEDY) from error
+        raise R3LiteError(cause, REMEDY, code="model-absent") from error
 
 
 def weight_files(folder: Path) -> list[str]:

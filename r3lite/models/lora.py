@@ -202,15 +202,18 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     if keys := missing or tensors.keys() - shapes:
         what = "lacks the tensor" if missing else "has the unexpected tensor"
         remedy = f"It adapts {', '.join(config.targets) or 'no projection'}. {WHOLE}"
-        raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy)
+        raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy, code="adapter-keys")
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
             raise R3LiteError(
                 f"{folder / WEIGHTS}: {key} has shape {list(tensors[key].shape)}, not {list(shape)}",
                 "Pass an adapter of this model, with its own adapter_config.json.",
+                code="adapter-shape",
             )
         if not tensors[key].is_floating_point() or not tensors[key].float().isfinite().all():
-            raise R3LiteError(f"{folder / WEIGHTS}: {key} has values that are not finite floats", REMEDY)
+            raise R3LiteError(
+                f"{folder / WEIGHTS}: {key} has values that are not finite floats", REMEDY, code="adapter-not-finite"
+            )
     _attach(model, name, config, tensors, trainable)
 
 
@@ -257,7 +260,9 @@ def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
     models = [place for place in (Path(folder), Path(folder, "model")) if (place / "config.json").is_file()]
     if models and not (adapter_folder(folder) / CONFIG).is_file():
-        raise R3LiteError(f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.")
+        raise R3LiteError(
+            f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.", code="model-not-adapter"
+        )
     folder = adapter_folder(folder)
     name = read_record(folder / CONFIG, REMEDY).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
@@ -336,7 +341,11 @@ def _names(name: str, paths: Iterable[str]) -> bool:
 def _check_targets(targets: Sequence[str], where: str) -> None:
     unknown = [t for t in targets if t not in PROJECTIONS]
     if unknown or not targets:
-        raise R3LiteError(f"{where} has {unknown[0] if unknown else 'nothing'}", f"Use {', '.join(PROJECTIONS)}.")
+        raise R3LiteError(
+            f"{where} has {unknown[0] if unknown else 'nothing'}",
+            f"Use {', '.join(PROJECTIONS)}.",
+            code="adapter-config",
+        )
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:

@@ -47,12 +47,16 @@ def resolve_folder(model: str) -> Path:
     if folder.is_dir():
         trained = folder / "model"  # of sft --no-lora
         if trained.is_dir() and not (folder / "config.json").exists():
-            raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.")
+            raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.", code="run-not-model")
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)
     if not HUB_ID.fullmatch(model):
-        raise R3LiteError(f"no such model folder: {model}", "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.")
+        raise R3LiteError(
+            f"no such model folder: {model}",
+            "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.",
+            code="model-absent",
+        )
     return hub_folder.download(model)
 
 
@@ -212,11 +216,15 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
     # Folders written when the mean of a weight's absmax was one number are read as well.
     if tensor.shape != expected.shape and not (tensor.dim() == 0 and name.endswith(".absmax_mean")):
         raise R3LiteError(
-            f"{path}: {name} has shape {list(tensor.shape)}, but config.json needs {list(expected.shape)}", MISMATCH
+            f"{path}: {name} has shape {list(tensor.shape)}, but config.json needs {list(expected.shape)}",
+            MISMATCH,
+            code="weight-shape",
         )
     wide = tensor.is_floating_point() and tensor.element_size() >= 2
     if not (wide if isinstance(expected, nn.Parameter) else tensor.dtype == expected.dtype):
-        raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
+        raise R3LiteError(
+            f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.", code="weight-type"
+        )
 
 
 def tensor_places(folder: Path) -> dict[str, Path]:
@@ -226,7 +234,11 @@ def tensor_places(folder: Path) -> dict[str, Path]:
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name in places:
-                    raise R3LiteError(f"{path}: {name} is also in {places[name].name}", SOURCE.format("the shards"))
+                    raise R3LiteError(
+                        f"{path}: {name} is also in {places[name].name}",
+                        SOURCE.format("the shards"),
+                        code="weight-twice",
+                    )
                 places[name] = path
     return places
 
@@ -241,7 +253,7 @@ def _shards(folder: Path) -> list[Path]:
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         cause = f"{folder} has neither {SINGLE} nor {INDEX}"
         cause += f", only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else ""
-        raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
+        raise R3LiteError(cause, "Use a checkpoint in safetensors format.", code="weights-absent")
     return [folder / name for name in indexed_files(folder)]
 
 
@@ -253,7 +265,7 @@ def _is_surplus(name: str, tied: bool) -> bool:
 def _refuse_names(folder: Path, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise R3LiteError(f"{folder}: {what} tensor {names[0]}{more}", MISMATCH)
+        raise R3LiteError(f"{folder}: {what} tensor {names[0]}{more}", MISMATCH, code="weight-names")
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
