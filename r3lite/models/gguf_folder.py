@@ -103,7 +103,7 @@ def _check(
     if missing:
         raise R3LiteError(f"{path}: missing tensor {min(missing)}", FOLDER, code="gguf-tensor-missing")
     if unexpected:
-        raise R3LiteError(f"{path}: unexpected tensor {min(unexpected)}", FOLDER)
+        raise R3LiteError(f"{path}: unexpected tensor {min(unexpected)}", FOLDER, code="gguf-tensor-unexpected")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise R3LiteError(

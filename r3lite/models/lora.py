@@ -241,8 +241,10 @@ def load_adapter(
     if missing or unexpected:
         remedy = f"It adapts {', '.join(config.targets) or 'no projection'}. {EVERY_LAYER}"
         if missing:
-            raise R3LiteError(f"{folder / WEIGHTS} lacks the tensor {min(missing)}", remedy)
-        raise R3LiteError(f"{folder / WEIGHTS} has the unexpected tensor {min(unexpected)}", remedy)
+            raise R3LiteError(f"{folder / WEIGHTS} lacks the tensor {min(missing)}", remedy, code="adapter-keys")
+        raise R3LiteError(
+            f"{folder / WEIGHTS} has the unexpected tensor {min(unexpected)}", remedy, code="adapter-keys"
+        )
     for key, shape in shapes.items():
         tensor = tensors[key]
         if tuple(tensor.shape) != shape:
