@@ -120,7 +120,7 @@ class Seed:
         config = resolve("ppo", PpoConfig(), flags)
         questions = read_questions_of(config.data, config.mixture)
         retrieve = build_retriever(Setup(config.retrieval, questions, config.common.seed))
-        engine, learner, state = rl_setup.build(config, questions)
+        engine, learner, state = rl_setup.build_learning(config, questions)
         state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.folders_by_step(output))}"))
         sampled = RoundSampler(config, questions, engine, retrieve, None).sample(1, Stopwatch())
         batch = Batch.of(sampled.rollouts())

@@ -55,7 +55,7 @@ def adamw(model: str, data: str, output: Path) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.0)
 
     def loss_of(row) -> tuple[torch.Tensor, int]:
-        ids, mask = torch.tensor([row.tokens]), torch.tensor(row.loss_mask)[1:].bool()
+        ids, mask = torch.tensor([row.tokens]), torch.tensor(row.action_mask)[1:].bool()
         logits = network(input_ids=ids).logits[0, :-1][mask, : tokenizer.size]
         return F.cross_entropy(logits, ids[0, 1:][mask], reduction="sum"), int(mask.sum())
 

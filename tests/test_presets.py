@@ -6,6 +6,7 @@ import r3lite.settings as settings
 from r3lite.core.config import flat
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
+from r3lite.core.token_record import TokenRecord
 from r3lite.evaluate import check_baseline
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import build_protocol
@@ -93,7 +94,10 @@ def test_the_preset_for_real_questions_takes_one_step_per_round_and_none_of_full
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     steps = []
     for paid in (0.12, 1.0):  # two wrong answers, one of which found more; a right and a wrong one
-        rollouts = [Rollout.with_final_reward([0, 1, 2], [False, True, True], None, r, 0) for r in (paid, 0.0)]
+        rollouts = [
+            Rollout.with_final_reward(TokenRecord(tokens=[0, 1, 2], action_mask=[False, True, True]), r, 0)
+            for r in (paid, 0.0)
+        ]
         batch = algorithm.with_advantages(Batch.of(rollouts))
         steps.append(float((batch.advantages * algorithm.weights(batch)).abs().sum()))
     assert steps[0] == pytest.approx(0.12 * steps[1])

@@ -95,4 +95,4 @@ def _refuse(name: str, needs: Needs, origin: Origin, values: CommandSettings) ->
             return
         hint = f" (in {values.config} it may stand in the table of another command)"
     cause = f"{flag(name)} is {values[name]}, but has no effect here: it needs {needs.purpose}{hint}"
-    raise UsageError(cause)
+    raise UsageError(cause, code="setting-unused")

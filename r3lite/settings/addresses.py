@@ -20,7 +20,7 @@ def check_address(setting: str, address: str, example: str) -> None:
     """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
 
     def wrong(problem: str) -> UsageError:
-        return UsageError(f"{setting} {problem}; pass one such as {example}")
+        return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")
 
     try:
         parts = urlsplit(address)

@@ -42,7 +42,7 @@ def test_sampled_log_probs_equal_the_trainers(tiny):
     engine, retrieve, questions = tiny
     engine = dataclasses.replace(engine, sampler=Sampler(1.0))
     sequences = engine.run(questions, list("efgh"), retrieve)
-    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
+    rollouts = [Rollout(s, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     with torch.no_grad():
         logprobs = action_logprobs(engine.model, batch, engine.layout.tokenizer.size, 1.0)
