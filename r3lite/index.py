@@ -7,8 +7,8 @@ from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
+from r3lite.settings.addresses import collection_server
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.retrieval import collection_server
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
@@ -36,12 +36,15 @@ def work(config: IndexConfig) -> None:
     output = config.common.output
     if settings.edits:
         if not output:
-            raise UsageError("--output is missing: pass the folder of the index to edit")
+            raise UsageError("--output is missing: pass the folder of the index to edit", code="output-missing")
         with sole_writer(output, folder=False):
             building.edit(settings, config.chunking, Path(output))
         return
     if not (settings.documents or settings.corpus):
-        raise UsageError("--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)")
+        raise UsageError(
+            "--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)",
+            code="corpus-missing",
+        )
     if collection_server(output or ""):
         building.fill(settings, config.chunking, output)
         return

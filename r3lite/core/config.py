@@ -14,7 +14,6 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -35,11 +34,11 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         if self.low is not None and value < self.low:
-            raise UsageError(f"{name} is {value}; it must be at least {self.low}")
+            raise UsageError(f"{name} is {value}; it must be at least {self.low}", code="below-least")
         if self.above is not None and value <= self.above:
-            raise UsageError(f"{name} is {value}; it must be greater than {self.above}")
+            raise UsageError(f"{name} is {value}; it must be greater than {self.above}", code="not-above")
         if self.high is not None and value > self.high:
-            raise UsageError(f"{name} is {value}; it must be at most {self.high}")
+            raise UsageError(f"{name} is {value}; it must be at most {self.high}", code="beyond-most")
 
 
 class Origin(enum.Enum):
@@ -72,25 +71,6 @@ class Alias:
     name: str
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Says what settings need, without which they have no effect, so that the user must not set them.
-
-    It stands in `Section.needs`. `names` are settings of that section with blanks between, or empty for all of them but
-    those in `but`; `met` tells of the section whether there is what they need, and `purpose` names it in the error.
-    """
-
-    names: str
-    purpose: str
-    met: Callable[[Any], object]
-    but: str = ""
-
-    def concerns(self, name: str) -> bool:
-        if self.names:
-            return name in self.names.split()
-        return name not in self.but.split()
-
-
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
 MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
@@ -117,7 +97,7 @@ class Section(Frozen):
 
     # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
-    needs: typing.ClassVar[tuple[Needs, ...]] = ()
+    needs: typing.ClassVar[tuple[Any, ...]] = ()  # what its settings need, without which they do nothing (needs.py)
 
     def check(self) -> None:
         """Raises UsageError if its settings contradict each other; called when all sources are read."""
@@ -198,7 +178,7 @@ class Kind:
         if self.choices:
             if value not in self.choices:
                 choices = ", ".join(self.choices) + nearest(str(value), self.choices)
-                raise UsageError(f"{name} is {value!r}; choose from {choices}")
+                raise UsageError(f"{name} is {value!r}; choose from {choices}", code="unknown-choice")
             return value
         return self._converted_scalar(name, value)
 
@@ -207,11 +187,11 @@ class Kind:
         if isinstance(value, str):
             items = [item.strip() for item in value.split(",") if item.strip()]
         if not isinstance(items, (list, tuple)):
-            raise UsageError(f"{name} is {value!r}; it must be a list")
+            raise UsageError(f"{name} is {value!r}; it must be a list", code="not-a-list")
         if self.count is None and not items:
-            raise UsageError(f"{name} has 0 values; it must have at least one")
+            raise UsageError(f"{name} has 0 values; it must have at least one", code="wrong-count")
         if self.count is not None and len(items) != self.count:
-            raise UsageError(f"{name} has {len(items)} values; it must have {self.count}")
+            raise UsageError(f"{name} has {len(items)} values; it must have {self.count}", code="wrong-count")
         kind_of_item = dataclasses.replace(self, count=1)
         return tuple(kind_of_item.convert(name, item) for item in items)
 
@@ -229,7 +209,7 @@ class Kind:
         except (TypeError, ValueError, OverflowError):
             # A type of settings says in its docstring what its values must be.
             wanted = WANTED.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
-            raise UsageError(f"{name} is {value!r}; it must be {wanted}") from None
+            raise UsageError(f"{name} is {value!r}; it must be {wanted}", code="wrong-type") from None
         if self.bounds:
             self.bounds.check(name, value)
         return value
@@ -256,4 +236,4 @@ def check_required(config: Any) -> None:
                 if not isinstance(trait, Required):
                     continue
                 if not any(values.get(way) for way in (name, *trait.instead)):
-                    raise UsageError(f"{flag(name)} is missing: {trait.hint}")
+                    raise UsageError(f"{flag(name)} is missing: {trait.hint}", code="setting-missing")

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Bounds, Count, Fraction, Needs, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
+from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
 from r3lite.settings.protocol import Format
 from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
@@ -33,6 +35,12 @@ class SftSettings(Section):
     """Supervised fine-tuning."""
 
     needs: ClassVar = (
+        NeedsOthers(
+            "gradient_accumulation",
+            "a run without --no-lora; --batch-size is the rows of a step",
+            tunes_adapter,
+            harmful=True,  # with --no-lora each pass of a step changes the weights
+        ),
         Needs("validation_rows", "--validation-fraction", lambda s: s.validation_fraction),
         Needs(
             "validate_every",
@@ -61,7 +69,19 @@ class CollectSettings(Section):
     """Trajectories."""
 
     needs: ClassVar = (
+        NeedsOthers("", "a run without --teacher-logprobs", lambda s: not s.teacher_logprobs),
         Needs("baseline", "--source gold", lambda s: s.source == "gold"),
+        NeedsOthers(
+            "demonstrations",
+            "--source gold without --baseline, and a --format other than dag and solution",
+            lambda s: s.source == "gold" and s.baseline == "none" and s.format not in ("dag", "solution"),
+        ),
+        NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
+        NeedsOthers(
+            "without_search",
+            "--source teacher, or --demonstrations sub-questions",
+            lambda s: s.source == "teacher" or follows_sub_questions(s),
+        ),
         Needs("attempts", "--source teacher", lambda s: s.source == "teacher"),
         Needs("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
         Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
@@ -148,16 +168,20 @@ class EvaluateSettings(Section):
         if len(first) != len(second):
             problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"
             example = "they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2"
-            raise UsageError(f"{problem}; {example}")
+            raise UsageError(f"{problem}; {example}", code="template-unsupported")
         pairs = list(zip(first, second))
         for pair in pairs:
             if pairs.count(pair) > 1:
-                raise UsageError(f"--compare has the pair {pair[0]} and {pair[1]} more than once")
+                raise UsageError(
+                    f"--compare has the pair {pair[0]} and {pair[1]} more than once", code="compare-pair-twice"
+                )
         return pairs
 
     def check(self) -> None:
         if self.compare and not self.pairs:
-            raise UsageError("--compare has no evaluation: pass two folders, or two lists of folders")
+            raise UsageError(
+                "--compare has no evaluation: pass two folders, or two lists of folders", code="compare-empty"
+            )
 
 
 def _names_in(text: str) -> list[str]:
@@ -313,22 +337,40 @@ class ExportSettings(Section):
 
     def check(self) -> None:
         if self.average is not None and self.adapter is not None:
-            raise UsageError("--adapter and --average are both given: pass one")
+            raise UsageError("--adapter and --average are both given: pass one", code="adapter-and-average")
         if self.average is not None and len(self.average) < 2:
-            raise UsageError("--average has one adapter only: pass two or more, separated by commas")
+            raise UsageError(
+                "--average has one adapter only: pass two or more, separated by commas", code="average-of-one"
+            )
         if not self.adapters and self.form.endswith("adapter"):
-            raise UsageError(f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder")
+            raise UsageError(
+                f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder",
+                code="adapter-missing",
+            )
         if self.form != "gguf" and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4")
+            raise UsageError(
+                "--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4",
+                code="weights-q8-form",
+            )
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError("--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0")
+            raise UsageError(
+                "--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0",
+                code="weights-nf4-form",
+            )
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
-            raise UsageError(f"--push {self.push} is not a repository name; write it as OWNER/NAME")
+            raise UsageError(
+                f"--push {self.push} is not a repository name; write it as OWNER/NAME", code="repository-name"
+            )
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 
 class ProcedureFileSettings(EncoderSettings):
     """Procedures and encoder."""
+
+    needs: ClassVar = (
+        Needs("encoder encoder_style encoder_dtype", "--match", lambda s: s.match),
+        *EncoderSettings.needs,
+    )
 
     add: str | None = None
     """JSON file with one procedure or a list of them, to add to the file --procedures"""
@@ -345,6 +387,8 @@ class PlanSettings(Section):
 
 class CardSettings(Section):
     """Card."""
+
+    needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 
     card: str | None = None
     """plan for another card, by name, such as "RTX 3050 Laptop"; an unknown name lists the known ones"""
