@@ -28,11 +28,11 @@ from r3lite.datasets.qa import read_questions
 from r3lite.retrieval.corpus import read_corpus
 from r3lite.retrieval.documents.chunks import sentences
 from r3lite.retrieval.encoder import BertEncoder
-from r3lite.retrieval.hybrid import Hybrid, reciprocal_ranks
+from r3lite.retrieval.hybrid import HybridRetriever, reciprocal_ranks
 from r3lite.retrieval.index import PassageIndex
 from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.reranker import CANDIDATES, CrossEncoder, Reranked
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.vectors import Vectors
 
 RESULTS = ROOT / "bench" / "results" / "pipeline.json"
@@ -72,9 +72,9 @@ def measure(documents: list[Document], queries: list[str], encoder: BertEncoder,
     vectors = np.random.default_rng(0).standard_normal((len(documents), encoder.dimension), dtype=np.float32)
     flat = faiss.IndexFlatIP(encoder.dimension)
     flat.add(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    semantic = Search(PassageIndex(encoder, documents, Vectors(flat)), 100, lambda questions: None)
-    lexical = Search(Lexical(documents), 100, lambda questions: None)
-    hybrid = Hybrid(semantic, lexical, CANDIDATES * TOP_K, reciprocal_ranks, (1.0, 1.0))
+    semantic = RankingRetriever(PassageIndex(encoder, documents, Vectors(flat)), 100, lambda questions: None)
+    lexical = RankingRetriever(Lexical(documents), 100, lambda questions: None)
+    hybrid = HybridRetriever(semantic, lexical, CANDIDATES * TOP_K, reciprocal_ranks, (1.0, 1.0))
     stages = {"semantic": semantic, "lexical": lexical, "hybrid": hybrid, "all": Reranked(hybrid, reranker, TOP_K)}
     row = {"encode_ms": milliseconds(lambda q: encoder.encode_queries([q]), queries)}
     for name, retrieve in stages.items():

@@ -95,11 +95,11 @@ class RandomEncoder:
 def search(passages: int) -> Callable[[], float]:
     """Finds documents for QUERIES queries at a time in an index of so many passages: seconds a query."""
     from r3lite.core.episode import Document, Question
-    from r3lite.retrieval.index import build
-    from r3lite.retrieval.search import Search
+    from r3lite.retrieval.index import build_index
+    from r3lite.retrieval.search import RankingRetriever
 
     documents = [Document(str(i), "", "") for i in range(passages)]
-    retrieve = Search(build(RandomEncoder(), documents), top_k=5, own_paragraphs=lambda questions: None)
+    retrieve = RankingRetriever(build_index(RandomEncoder(), documents), top_k=5, own_paragraphs=lambda questions: None)
     pairs = [(Question(str(i), "q", ()), f"query {i}") for i in range(QUERIES)]
 
     def work() -> float:

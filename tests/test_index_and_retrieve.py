@@ -129,10 +129,10 @@ def test_questions_at_which_the_retriever_failed_are_left_out(tmp_path, capsys, 
     """They would count as questions whose paragraphs it does not find."""
     search = Lexical.search
 
-    def sometimes(self, queries, k, own=None):
+    def sometimes(self, queries, k, own_places=None):
         if len(queries) > 1 or any(query in bad for query in queries):
             raise RuntimeError("can't allocate memory")
-        return search(self, queries, k, own)
+        return search(self, queries, k, own_places)
 
     data = str(shipped("data", "world", "test.jsonl"))
     asked = ["--data", data, "--limit", "6", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]

@@ -203,11 +203,11 @@ def test_an_episode_whose_retriever_failed_is_left_out_and_the_run_goes_on(cold,
 
     search, asked = PassageIndex.search, []
 
-    def sometimes(self, queries, k, own=None):
+    def sometimes(self, queries, k, own_places=None):
         asked.append(queries)
         if asked[0][0] in queries:  # the first of all queries fails, whatever it is asked with
             raise RuntimeError("can't allocate memory")
-        return search(self, queries, k, own)
+        return search(self, queries, k, own_places)
 
     monkeypatch.setattr(PassageIndex, "search", sometimes)
     assert ppo.main(arguments(cold, tmp_path / "run", "--max-steps", "2")) == 0

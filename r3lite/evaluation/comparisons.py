@@ -9,7 +9,7 @@ import numpy as np
 
 from r3lite.core.errors import R3LiteError
 from r3lite.evaluation.intervals import interval, ratios, resampled_sums
-from r3lite.evaluation.scores import Marks, parts
+from r3lite.evaluation.scores import Marks, metric_parts
 
 RESAMPLES = 10_000
 POOLED = ("em", "f1")  # the metrics of `compare_sets`
@@ -20,7 +20,7 @@ ROUNDING = 1e-12  # a smaller difference is none: sums of the same numbers in an
 MarksPair = tuple[Sequence[Marks], Sequence[Marks]]
 
 
-def countable(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
+def valid_places(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
     """Returns the places of the questions at which no retriever failed in any of the evaluations of the same questions.
 
     Raises R3LiteError if there is no such question.
@@ -35,7 +35,7 @@ def countable(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
             places.append(place)
     if not places:
         cause = f"at each of the {count} questions the retriever failed in one of the evaluations"
-        raise R3LiteError(cause, "Evaluate again when the retriever works.")
+        raise R3LiteError(cause, "Evaluate again when the retriever works.", code="retriever-failed")
     return places
 
 
@@ -49,9 +49,9 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
     Tibshirani, An Introduction to the Bootstrap, 1993, section 15.4). With one resample added to each side it is
     never 0.
     """
-    places = countable([a, b])
-    parts_of_a = parts([a[place] for place in places])
-    parts_of_b = parts([b[place] for place in places])
+    places = valid_places([a, b])
+    parts_of_a = metric_parts([a[place] for place in places])
+    parts_of_b = metric_parts([b[place] for place in places])
     names = [name for name in parts_of_a if name in parts_of_b]
     pairs = [[parts_of_a[name], parts_of_b[name]] for name in names]
     table = np.array(pairs, dtype=np.float64)  # [metrics, 2, n, 2]: numerators and denominators of a and b
@@ -108,7 +108,7 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
     """
     by_set = []  # the means [1 + resamples, metrics, a and b] of each set
     for number, pairs in enumerate(sets):
-        places = countable([marks for pair in pairs for marks in pair])
+        places = valid_places([marks for pair in pairs for marks in pair])
         by_seed = [(_pooled(a, places), _pooled(b, places)) for a, b in pairs]
         means = np.mean(by_seed, axis=0)  # [a and b, metrics, n]
         table = means.transpose(1, 2, 0)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core import command
+from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
 from r3lite.core.records import Record
-from r3lite.evaluation.comparisons import compare, compare_sets, countable
+from r3lite.evaluation.comparisons import compare, compare_sets, valid_places
 from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
@@ -27,8 +27,8 @@ def check_output(config: Any, output: Path) -> None:
     """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
     if (output / SCORES).exists():
         remedy = f"Pass another folder, such as {output / 'evaluation'}."
-        raise R3LiteError(f"--output {output} already has an evaluation", remedy)
-    command.check_output(output, "evaluate", config, UNFINISHED)
+        raise R3LiteError(f"--output {output} already has an evaluation", remedy, code="evaluation-exists")
+    earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 
 
 def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
@@ -39,15 +39,17 @@ def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str
     if len(pairs) == 1:
         a, b = pairs[0]
         comparison = compare_pair(a, b, seed)
-        print(comparison_table(comparison | {"a": named(a), "b": named(b)}))
+        print(comparison_table(comparison | {"a": name_with_baseline(a), "b": name_with_baseline(b)}))
     else:
         comparison = compare_pairs(pairs, seed)
-        print(pooled_table(comparison, named))
+        print(pooled_table(comparison, name_with_baseline))
     if folder:
         output = Path(folder)
         with sole_writer(output):
             if names_in(output):
-                raise R3LiteError(f"--output {output} is not an empty folder", "Pass another folder.")
+                raise R3LiteError(
+                    f"--output {output} is not an empty folder", "Pass another folder.", code="output-not-empty"
+                )
             write_json(output / COMPARISON, comparison)
         print(f"written to {output / COMPARISON}")
 
@@ -57,8 +59,8 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
     predictions_a = read_predictions(a)
     predictions_b = read_predictions(b)
     check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
-    marks_a, marks_b = paired(predictions_a, predictions_b)
-    n = len(countable([marks_a, marks_b]))
+    marks_a, marks_b = paired_marks(predictions_a, predictions_b)
+    n = len(valid_places([marks_a, marks_b]))
     metrics = compare(marks_a, marks_b, seed)
     comparison = {"n": n, "a": a, "b": b, "metrics": metrics}
     if n < len(marks_a):
@@ -87,7 +89,7 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
     result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []
     for question_set, metrics in zip(sets, result["sets"], strict=True):
-        n = len(countable([marks for pair in question_set.marks for marks in pair]))
+        n = len(valid_places([marks for pair in question_set.marks for marks in pair]))
         entry = {
             "n": n,
             "a": [a for a, _ in question_set.pairs],
@@ -146,11 +148,13 @@ def _set_of(
             other_path, _ = question_set.pairs[0]
             first_id, _ = min(common)
             cause = f"{path} and {other_path} have {len(common)} questions in common, such as {first_id}, but not all"
-            raise R3LiteError(cause, "Evaluate all seeds of a set on the same --data with the same --limit.")
+            raise R3LiteError(
+                cause, "Evaluate all seeds of a set on the same --data with the same --limit.", code="seeds-differ"
+            )
     return match
 
 
-def named(path: str) -> str:
+def name_with_baseline(path: str) -> str:
     """Returns the path of an evaluation, with its baseline if it is a folder whose settings name one."""
     config = Path(path) / CONFIG
     settings = load_toml(config).get("evaluate", {}) if config.exists() else {}
@@ -181,11 +185,11 @@ def read_predictions(path: str | Path) -> Predictions:
     remedy = "Pass an evaluation's folder, or its predictions.jsonl."
     predictions = predictions_of(read_jsonl(file, remedy))
     if not predictions:
-        raise R3LiteError(f"{file} has no predictions", remedy)
+        raise R3LiteError(f"{file} has no predictions", remedy, code="no-predictions")
     return predictions
 
 
-def paired(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
+def paired_marks(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
     """Returns both marks of each question, in the order of the first."""
     marks_a = [marks for _, marks in ours.values()]
     marks_b = [theirs[id][1] for id in ours]
@@ -203,8 +207,10 @@ def check_same_questions(a: str, b: str, ours: Predictions, theirs: Predictions)
     if only_in_b:
         differences.append(f"{len(only_in_b)} only in {b}, such as {min(only_in_b)}")
     if differences:
-        raise R3LiteError(f"the evaluations have different questions: {' and '.join(differences)}", remedy)
+        raise R3LiteError(
+            f"the evaluations have different questions: {' and '.join(differences)}", remedy, code="questions-differ"
+        )
     changed = [id for id in ours if ours[id][0] != theirs[id][0]]
     if changed:
         cause = f"{len(changed)} ids, such as {changed[0]}, belong to different questions in {a} and {b}"
-        raise R3LiteError(cause, remedy)
+        raise R3LiteError(cause, remedy, code="ids-differ")

@@ -134,7 +134,7 @@ def combined(marks: Marks) -> float | None:
     return combined_score(marks.em, marks.f1, marks.recall, hops=marks.hops)
 
 
-def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
+def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
     """Returns by metric two numbers of each question: what is summed up, and what the sum is divided by.
 
     Both are 0 if the metric is unknown of the question. Metrics that are known of no question are left out, but for
@@ -168,7 +168,11 @@ def without_failures(marks: Sequence[Marks]) -> list[Marks]:
     """Returns the marks that count. Raises R3LiteError if the retriever failed on every question."""
     valid = [m for m in marks if not m.failure]
     if not valid:
-        raise R3LiteError(f"the retriever failed on every question: {marks[0].failure}", "Fix that, and try again.")
+        raise R3LiteError(
+            f"the retriever failed on every question: {marks[0].failure}",
+            "Fix that, and try again.",
+            code="retriever-failed",
+        )
     return valid
 
 
@@ -181,7 +185,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     Questions at which the retriever failed are left out, also of `n`.
     """
     marks = without_failures(marks)
-    parts_by_metric = parts(marks)
+    parts_by_metric = metric_parts(marks)
     table = np.array(list(parts_by_metric.values()), dtype=np.float64)  # [metrics, n, 2]
     means = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
     entries: dict = {"n": len(marks)}

@@ -78,10 +78,10 @@ def comparison_table(comparison: dict) -> str:
     return "\n".join(lines)
 
 
-def pooled_table(comparison: dict, named: Callable[[str], str]) -> str:
+def pooled_table(comparison: dict, name_of: Callable[[str], str]) -> str:
     """Returns the content of comparison.json of several pairs as text, and how to read it.
 
-    `named` makes of a path what is printed.
+    `name_of` returns the name of a path that is printed.
     """
     lines = []
     for number, question_set in enumerate(comparison["sets"], 1):
@@ -90,7 +90,7 @@ def pooled_table(comparison: dict, named: Callable[[str], str]) -> str:
         if failures:
             lines.append(f"the retriever failed on {failures} other questions, in A or in B; they are left out")
         for a, b in zip(question_set["a"], question_set["b"], strict=True):
-            lines += [f"A  {named(a)}", f"B  {named(b)}"]
+            lines += [f"A  {name_of(a)}", f"B  {name_of(b)}"]
     for name, mean in comparison["metrics"].items():
         lines += ["", _difference_head(TITLES[name])]
         for number, question_set in enumerate(comparison["sets"], 1):

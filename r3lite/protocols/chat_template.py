@@ -57,7 +57,11 @@ class ChatTemplate:
             self.variables["enable_thinking"] = thinking
         self.variables |= tokens or {}
         self._source = GENERATION.sub(_condition, self.source)
-        with explained((RenderError, LimitExceeded), f"{where}: the chat template cannot be read", REMEDY):
+        unreadable = f"{where}: the chat template cannot be read"
+        with (
+            explained(LimitExceeded, unreadable, REMEDY, code="template-limit"),
+            explained(RenderError, unreadable, REMEDY, code="template-unreadable"),
+        ):
             self._render(None)
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
@@ -71,9 +75,11 @@ class ChatTemplate:
             "tools": list(tools) or None,
         }
         roles = ", ".join(message["role"] for message in messages)
+        too_much = f"{self.where}: the chat template cannot render a chat of {roles}"
+        refused = f"{self.where}: the chat template refuses a chat of {roles}"
         with (
-            explained(LimitExceeded, f"{self.where}: the chat template cannot render a chat of {roles}", REMEDY),
-            explained(RenderError, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY),
+            explained(LimitExceeded, too_much, REMEDY, code="template-limit"),
+            explained(RenderError, refused, REMEDY, code="template-refuses-chat"),
         ):
             return self._render(variables)
 
@@ -95,7 +101,9 @@ class ChatTemplate:
             gaps = NUMBERED_PLACE.split(text)
             if NUMBERED_PLACE.findall(text) != contents:
                 cause = f"{self.where}: the chat template writes {'...'.join(gaps)!r} for {', '.join(roles)}"
-                raise R3LiteError(f"{cause}; it must write each message once and in order", REMEDY)
+                raise R3LiteError(
+                    f"{cause}; it must write each message once and in order", REMEDY, code="template-unsupported"
+                )
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 

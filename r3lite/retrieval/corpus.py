@@ -49,7 +49,8 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
     for path in paths:
         count = 0
         bad: list[InvalidRecord] = []
-        for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", bad.append if skip_bad_rows else None):
+        skip = bad.append if skip_bad_rows else None
+        for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", skip):
             try:
                 document = _document(record)
                 if document.id in ids:
@@ -65,7 +66,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
         if bad:
             print(f"{path}: skipped {len(bad)} bad lines; the first: {bad[0].cause}", file=sys.stderr)
         if count == 0:
-            raise R3LiteError(f"{path} contains no passage", REMEDY)
+            raise R3LiteError(f"{path} contains no passage", REMEDY, code="corpus-empty")
 
 
 def _document(record: Record) -> Document:
@@ -121,7 +122,7 @@ class Passages(Sequence[Document]):
         self.ends = _ends(folder, places, remedy)
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
-            raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy)
+            raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy, code="corpus-shorter")
         self._text: mmap.mmap | bytes = b""
         if self.size:
             with open(self.path, "rb") as file:
@@ -138,17 +139,17 @@ class Passages(Sequence[Document]):
             return [self[j] for j in range(*i.indices(len(self)))]
         return self.at(int(self.live[i]))
 
-    def only(self, fit: np.ndarray) -> "Passages":
-        """Returns the passages for which `fit` [N] is true."""
+    def only(self, mask: np.ndarray) -> "Passages":
+        """Returns the passages for which `mask` [N] is true."""
         fitting = copy.copy(self)
-        fitting.live = np.array(self.live)[fit]
+        fitting.live = np.array(self.live)[mask]
         return fitting
 
     def at(self, place: int) -> Document:
         """Returns the passage at a place, be it deleted or not."""
         where = f"{self.path}, line {place + 1}"
         start = int(self.ends[place - 1]) if place else 0
-        with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy):
+        with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy, code="not-utf8"):
             line = self._text[start : int(self.ends[place])].decode()
         record = Record(within(where, self.remedy, line), Source(where, self.remedy))
         return Document.from_json(record)
@@ -164,30 +165,33 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
     path = folder / ENDS
     if path.exists():
         check_regular(path, remedy)
-        ends = np.fromfile(path, dtype="<i8", count=-1 if places is None else places)
+        count = -1 if places is None else places
+        ends = np.fromfile(path, dtype="<i8", count=count)
     else:
         with open(folder / PASSAGES, "rb") as file:
             ends = np.cumsum([len(line) for line in file], dtype=np.int64)
     if places is not None and len(ends) != places:
-        raise R3LiteError(f"{folder / PASSAGES} has {len(ends)} passages, but {places} were indexed", remedy)
+        raise R3LiteError(
+            f"{folder / PASSAGES} has {len(ends)} passages, but {places} were indexed", remedy, code="passages-differ"
+        )
     if np.any(np.diff(ends, prepend=0) <= 0):
-        raise R3LiteError(f"{path} is damaged", remedy)
+        raise R3LiteError(f"{path} is damaged", remedy, code="corpus-damaged")
     return ends
 
 
-def write_passages(folder: Path, documents: Iterable[Document], after: int = 0) -> str:
-    """Writes passages behind the first `after` places of a folder; returns the fingerprint of those written.
+def write_passages(folder: Path, documents: Iterable[Document], start: int = 0) -> str:
+    """Writes passages behind the first `start` places of a folder; returns the fingerprint of those written.
 
     Passages that are behind these places already, which nothing refers to, are cut off. One passage is in memory at a
     time.
     """
-    ends = _ends(folder, after, "") if after else np.empty(0, np.int64)
-    size = int(ends[-1]) if after else 0
+    ends = _ends(folder, start, "") if start else np.empty(0, np.int64)
+    size = int(ends[-1]) if start else 0
     with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as marks:
-        if not marks.tell() and after:  # an older index, which has none
+        if not marks.tell() and start:  # an older index, which has none
             marks.write(ends.astype("<i8").tobytes())
         texts.truncate(size)
-        marks.truncate(8 * after)
+        marks.truncate(8 * start)
         value = fingerprint(_written(documents, texts=texts, marks=marks, size=size))
         for file in (texts, marks):
             file.flush()

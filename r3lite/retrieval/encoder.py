@@ -79,7 +79,8 @@ class HashingEncoder:
         # blake2b and not hash(): the same in every process. 4 bytes a place: 31 bits of position, one of sign.
         size = 4 * self.HASHES
         digests = [hashlib.blake2b(word.encode(), digest_size=size).digest() for word in frequencies]
-        numbers = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, self.HASHES)
+        numbers = np.frombuffer(b"".join(digests), dtype="<u4")
+        numbers = numbers.reshape(-1, self.HASHES)
         self.places = (numbers >> 1) % self.DIMENSION  # [words, HASHES]
         self.signs = 1.0 - 2.0 * (numbers & 1)  # [words, HASHES]
 
@@ -103,7 +104,9 @@ class HashingEncoder:
         return cls(frequencies, passages)
 
     def save(self, folder: Path) -> None:
-        write_json(folder / self.FILE, {"passages": self.passages, "frequencies": self.frequencies})
+        """Writes the file from which `load` makes the encoder."""
+        content = {"passages": self.passages, "frequencies": self.frequencies}
+        write_json(folder / self.FILE, content)
 
     def encode_passages(
         self,
@@ -194,14 +197,19 @@ class BertEncoder(FolderEncoder):
     ):
         super().__init__(name, style, batch_size)
         rules = self.conventions
-        if rules.other:
+        if rules.unsupported:
             remedy = "Use a BERT, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"{rules.folder} is not a supported BERT encoder: {rules.other}", remedy)
+            raise R3LiteError(
+                f"{rules.folder} is not a supported BERT encoder: {rules.unsupported}",
+                remedy,
+                code="encoder-unsupported",
+            )
         self.model = load_bert(rules.folder, DTYPES[dtype], device)
         self.device = device
         config = self.model.config
         length = min(rules.max_length, config.max_position_embeddings - config.first_position)
-        self.tokenizer = conventions.text_tokenizer(rules.folder / "tokenizer.json", length, config.vocab_size)
+        path = rules.folder / "tokenizer.json"
+        self.tokenizer = conventions.text_tokenizer(path, max_length=length, rows=config.vocab_size)
         dimension = min(config.hidden_size, rules.dimension or config.hidden_size)
         self.describe(length, dimension, dtype)
         if rules.pooling != "mean":  # older indexes do not name theirs, which is mean
@@ -279,11 +287,13 @@ class SentenceEncoder(FolderEncoder):
         dtype: str = "fp32",
     ):
         super().__init__(name, style, batch_size)
-        with extra("encoders", f"the encoder {name} ({self.conventions.other})", "Or use intfloat/e5-base-v2."):
+        with extra("encoders", f"the encoder {name} ({self.conventions.unsupported})", "Or use intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         remedy = "Check that all its files are there and the weights are safetensors."
         # Exception: whatever a library and a folder of a stranger come to.
-        with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
+        with explained(
+            Exception, f"sentence-transformers cannot load the encoder {name}", remedy, code="encoder-unloadable"
+        ):
             self.model = SentenceTransformer(
                 str(self.conventions.folder),
                 device=device,
@@ -333,7 +343,7 @@ def make_encoder(
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
     # Our own network if it computes what the folder's files say, else sentence-transformers.
-    encoder_class = BertEncoder if read_conventions(name).other is None else SentenceEncoder
+    encoder_class = BertEncoder if read_conventions(name).unsupported is None else SentenceEncoder
     return encoder_class(
         name,
         style=settings.encoder_style,
@@ -343,7 +353,7 @@ def make_encoder(
     )
 
 
-def known_dimension(name: str) -> int | None:
+def local_dimension(name: str) -> int | None:
     """Returns the dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
     if name == HASHING:
         return HashingEncoder.DIMENSION

@@ -5,29 +5,29 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.retrieval.lexical import Lexical
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
 DEPTH = 100  # passages of each list that are fused
 RRF_K = 60
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def hybrid_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever that fuses the lists of both others."""
     settings = setup.settings
     depth = max(DEPTH, top_k)
-    semantic = Search(setup.index, depth, setup.own)
-    lexical = Search(Lexical(setup.index.documents), depth, setup.own)
+    semantic = RankingRetriever(setup.index, depth, setup.own_places)
+    lexical = RankingRetriever(Lexical(setup.index.documents), depth, setup.own_places)
     worth = scaled_scores
     weights = (1 - settings.lexical_weight, settings.lexical_weight)
     if settings.fusion == "rrf":
         worth = reciprocal_ranks
         weights = (1.0, 1.0)
-    return Hybrid(semantic, lexical, top_k=top_k, worth=worth, weights=weights)
+    return HybridRetriever(semantic, lexical, top_k=top_k, worth=worth, weights=weights)
 
 
 @dataclass(frozen=True)
-class Hybrid:
+class HybridRetriever:
     """Both retrievers' documents, ordered by the weighted sums of the numbers that `worth` gives each list."""
 
     semantic: Retrieve

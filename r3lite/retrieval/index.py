@@ -43,13 +43,13 @@ VECTORS = "index.faiss"
 MANIFEST = "manifest.json"
 PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
-OWN = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
-PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
+INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
+VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 # The largest distance of a vector from that of the same encoder for its passage, by its length: a cosine of 0.999.
 FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
-MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
+ADDED_LIMIT = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
@@ -66,10 +66,9 @@ class PassageIndex:
         self,
         queries: list[str],
         k: int,
-        own: list[tuple[int, ...]] | None = None,
+        own_places: list[tuple[int, ...]] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` nearest passages of each query, nearest first; for query i only of the places `own[i]`, if
-        given.
+        """Returns the `k` nearest passages of each query, nearest first; for query i only of `own_places[i]`, if given.
 
         There are fewer than `k` if the index holds fewer, and none for a query without any word that a hashing encoder
         knows: its vector is zero, and all passages are equally near.
@@ -77,10 +76,10 @@ class PassageIndex:
         if not queries:
             return []
         vectors = self.encoder.encode_queries(queries)
-        if own is None:
+        if own_places is None:
             nearest = self.vectors.search(vectors, k)
         else:
-            pairs = zip(vectors, own, strict=True)
+            pairs = zip(vectors, own_places, strict=True)
             nearest = [self._search_places(vector, places, k) for vector, places in pairs]
         rankings = []
         for vector, (scores, places) in zip(vectors, nearest):
@@ -93,22 +92,24 @@ class PassageIndex:
     def _search_places(
         self,
         vector: np.ndarray,
-        own: tuple[int, ...],
+        candidates: tuple[int, ...],
         k: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns scores and places of the `k` nearest of the places `own`; of an index that was just built, which is
-        flat."""
-        places = np.array(own, dtype=np.int64)
+        """Returns scores and places of the `k` nearest of the places `candidates`.
+
+        It is for an index that was just built, which is flat.
+        """
+        places = np.array(candidates, dtype=np.int64)
         products = self.vectors.base.reconstruct_batch(places) @ vector
         order = best(products, k)
         return products[order], places[order]
 
-    def only(self, fit: np.ndarray) -> "PassageIndex":
-        """Returns the index of those passages for which `fit` [N] is true, without copying vectors."""
-        return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
+    def only(self, mask: np.ndarray) -> "PassageIndex":
+        """Returns the index of those passages for which `mask` [N] is true, without copying vectors."""
+        return replace(self, documents=self.documents.only(mask), vectors=self.vectors.only(mask))
 
 
-def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
+def build_index(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, and returns a new flat index of them in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
     add_vectors(vectors, encoded(encoder, documents))
@@ -129,7 +130,11 @@ def encoded(
             vectors = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(vectors).all():
                 cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
-                raise R3LiteError(cause, "Its weights may be damaged: download them again, or pass another --encoder.")
+                raise R3LiteError(
+                    cause,
+                    "Its weights may be damaged: download them again, or pass another --encoder.",
+                    code="encoder-not-finite",
+                )
             yield vectors
 
 
@@ -211,7 +216,7 @@ def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
 
 
 def _mismatch(path: Path, difference: str, remedy: str) -> R3LiteError:
-    return R3LiteError(f"the index {path} was built with {difference}", remedy)
+    return R3LiteError(f"the index {path} was built with {difference}", remedy, code="index-setting-differs")
 
 
 def read_documents(path: Path) -> Passages:
@@ -241,7 +246,7 @@ def read_manifest(path: Path) -> Record:
     Raises R3LiteError if it is not the manifest of an index of this version.
     """
     remedy = f"Build one in a new folder: {BUILD} --output FOLDER"
-    with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy):
+    with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy, code="not-an-index"):
         manifest = read_record(path / MANIFEST, remedy)
         version = manifest.whole("version")
         if version != VERSION:
@@ -255,7 +260,7 @@ def read_manifest(path: Path) -> Record:
         manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
         manifest.choice("kind", CLASSES)
         for name in manifest.record("files").values:
-            if not PARTS.fullmatch(name):
+            if not VECTOR_FILES.fullmatch(name):
                 raise manifest.error(f"{name!r} is not a file of an index")
     return manifest
 
@@ -279,7 +284,9 @@ class IndexFolder:
             return None
         check_regular(self.path / name, self.remedy)  # FAISS would wait for a pipe for ever
         if self.digests[name] not in (None, digest(self.path / name)):
-            raise R3LiteError(f"{self.path / name} has changed since it was written", self.remedy)
+            raise R3LiteError(
+                f"{self.path / name} has changed since it was written", self.remedy, code="index-file-changed"
+            )
         return self.path / name
 
     def deleted(self) -> np.ndarray:
@@ -328,7 +335,7 @@ class IndexFolder:
         return dict(zip(places, numbers.reshape(-1, dimension), strict=True))
 
     def _damaged(self, problem: str) -> R3LiteError:
-        return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy)
+        return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy, code="index-damaged")
 
 
 def probed(places: int) -> list[int]:
@@ -359,7 +366,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     for existing in opened.documents:
         if new_by_id.pop(existing.id, existing) != existing:
             cause = f"{path} has another passage with the id {existing.id!r}"
-            raise R3LiteError(cause, f"Also pass --delete {existing.id}")
+            raise R3LiteError(cause, f"Also pass --delete {existing.id}", code="passage-id-taken")
     if not new_by_id:
         return 0, count
     new = list(new_by_id.values())
@@ -371,7 +378,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
         add_vectors(added, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
     add_vectors(added, new_vectors)
     write_passages(path, new, vectors.places)
-    if added.ntotal > max(MANY, vectors.base.ntotal // 10):
+    if added.ntotal > max(ADDED_LIMIT, vectors.base.ntotal // 10):
         kind = folder.manifest.text("kind")
         base = open_vectors(folder.file("index"), kind, folder.remedy, mapped=False)
         add_vectors(base, blocks_of(added))
@@ -403,11 +410,17 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     if absent:
         never = absent - {passages.at(place).id for place in deleted}
         if never:
-            raise R3LiteError(f"{path} has no passage with the id {min(never)!r}", "See the ids in its passages.jsonl.")
+            raise R3LiteError(
+                f"{path} has no passage with the id {min(never)!r}",
+                "See the ids in its passages.jsonl.",
+                code="passage-id-absent",
+            )
     if not numbers:
         return 0, len(absent)
     if len(numbers) == len(passages):
-        raise R3LiteError(f"no passage of {path} would be left", "Delete the folder instead.")
+        raise R3LiteError(
+            f"no passage of {path} would be left", "Delete the folder instead.", code="index-would-be-empty"
+        )
     all_deleted = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
     (path / name).write_bytes(all_deleted.tobytes())
@@ -452,6 +465,6 @@ def _publish(
 def tidy(folder: Path, names: Container[str]) -> None:
     """Removes files of vectors and deletions that a manifest does not name: a kill may have left them."""
     for path in folder.iterdir():
-        if PARTS.fullmatch(path.name) and path.name not in names:
+        if VECTOR_FILES.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
                 path.unlink()

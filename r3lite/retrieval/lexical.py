@@ -14,7 +14,7 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Retrieve
 from r3lite.core.errors import R3LiteError, extra
 from r3lite.retrieval.conventions import composed, passage_text
-from r3lite.retrieval.search import Search, best, with_scores
+from r3lite.retrieval.search import RankingRetriever, best, with_scores
 from r3lite.retrieval.setup import Setup
 
 # A word may be one character long, as in "Apollo 9" and "vitamin K", but the s of "Apollo's" is none. bm25s wants two.
@@ -23,9 +23,9 @@ WORD = r"(?u)\b\w\w+\b|(?<!['\u2019])\b\w\b"
 BLOCK = 4096  # passages whose words are read between two looks at the bar
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def lexical_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever of the settings' passages by BM25."""
-    return Search(Lexical(setup.documents), top_k, setup.own)
+    return RankingRetriever(Lexical(setup.documents), top_k, setup.own_places)
 
 
 class Lexical:
@@ -49,7 +49,9 @@ class Lexical:
             block = documents[start : start + BLOCK]
             words += self._words([passage_text(document) for document in block])
         if not any(words):
-            raise R3LiteError("no passage has a word for BM25", "Use another --corpus or --retriever.")
+            raise R3LiteError(
+                "no passage has a word for BM25", "Use another --corpus or --retriever.", code="corpus-without-words"
+            )
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
         self.bm25.index(words, show_progress=False)
 
@@ -61,24 +63,24 @@ class Lexical:
         self,
         queries: list[str],
         k: int,
-        own: list[tuple[int, ...]] | None = None,
+        own_places: list[tuple[int, ...]] | None = None,
     ) -> list[list[Document]]:
         """Returns the `k` best passages of each query that share a word with it: perhaps fewer, or none."""
-        places_by_query = own or [None] * len(queries)
+        places_by_query = own_places or [None] * len(queries)
         rankings = []
         for words, places in zip(self._words(queries), places_by_query, strict=True):
             rankings.append(self._search(words, k, places))
         return rankings
 
-    def _search(self, words: list[str], k: int, own: tuple[int, ...] | None) -> list[Document]:
+    def _search(self, words: list[str], k: int, candidates: tuple[int, ...] | None) -> list[Document]:
         token_ids = self.bm25.get_tokens_ids(words)
         if not token_ids:
             return []
         scores = self.bm25.get_scores_from_ids(token_ids)  # [passages]
-        if own is None:
+        if candidates is None:
             places = best(scores, k)
         else:
-            order = best(scores[list(own)], k)
-            places = np.array(own)[order]
+            order = best(scores[list(candidates)], k)
+            places = np.array(candidates)[order]
         places = places[scores[places] > 0]
         return with_scores(self.documents, places, scores=scores[places], source="lexical")

@@ -13,7 +13,7 @@ from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.listening import RETRIEVER_TOKEN, bearer
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.llm.http_client import Link, Unanswered
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES = 3
@@ -46,14 +46,14 @@ class Poster(Link):
                 sleep(max(pause, requested))
 
 
-def build(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
+def remote_retriever(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
     """Returns the retriever at the address of the settings.
 
     It is sent a query, so that a wrong address shows at once.
     """
     remote = Remote(setup.settings.retriever)
     remote.search(["r3lite"], 1)
-    return Search(remote, top_k)
+    return RankingRetriever(remote, top_k)
 
 
 class Remote:
@@ -76,8 +76,12 @@ class Remote:
         def read(reply: Record) -> list[list[Document]]:
             rows = reply.items("result")
             if len(rows) != len(queries):
-                raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
-            return [[_document(entry, self.address) for entry in _entries(row)[:k]] for row in rows]
+                raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries", code="remote-list-count")
+            rankings = []
+            for row in rows:
+                entries = _entries(row)[:k]
+                rankings.append([_document(entry, self.address) for entry in entries])
+            return rankings
 
         content = {"queries": queries, "topk": k, "return_scores": True}
         return self._poster.ask("", content, server="a retriever", read=read)
@@ -140,7 +144,7 @@ class RemoteReranker:
             last = len(passages) - 1
             by_index = {row.whole("index", high=last): row.number("score") for row in rows}
             if len(by_index) != len(passages):
-                raise InvalidRecord(f"{len(by_index)} scores for {len(passages)} passages")
+                raise InvalidRecord(f"{len(by_index)} scores for {len(passages)} passages", code="remote-score-count")
             return [by_index[i] for i in range(len(passages))]
 
         content = {"query": query, "documents": passages}

@@ -9,9 +9,11 @@ from dataclasses import replace
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
 from r3lite.core.terminal import say
-from r3lite.retrieval import golden, hybrid, lexical
+from r3lite.retrieval.golden import golden_retriever
+from r3lite.retrieval.hybrid import hybrid_retriever
+from r3lite.retrieval.lexical import lexical_retriever
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # failed queries in a row after which a run stops, because it learns nothing
@@ -19,10 +21,10 @@ GIVE_UP = 100  # failed queries in a row after which a run stops, because it lea
 # The retrievers of --retriever but those behind an address and web services: functions of the setup and of the number
 # of documents per query.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
-    "semantic": lambda setup, top_k: Search(setup.index, top_k, setup.own),
-    "lexical": lexical.build,
-    "hybrid": hybrid.build,
-    "golden": golden.build,
+    "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.own_places),
+    "lexical": lexical_retriever,
+    "hybrid": hybrid_retriever,
+    "golden": golden_retriever,
     "none": lambda setup, top_k: lambda pairs: [[] for _ in pairs],
 }
 
@@ -41,7 +43,7 @@ def build_retriever(setup: Setup) -> Retrieve:
         return default
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
-        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, like=setup))
+        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
     return Routes(default, by_kind)
 
 
@@ -49,11 +51,11 @@ def _build_one(setup: Setup) -> Retrieve:
     """Returns the retriever of one kind of source."""
     settings = setup.settings
     if settings.is_web:
-        from r3lite.retrieval.web import build
+        from r3lite.retrieval.web import web_retriever as build
     elif settings.is_collection:
-        from r3lite.retrieval.qdrant import build
+        from r3lite.retrieval.qdrant import qdrant_retriever as build
     elif settings.is_remote:
-        from r3lite.retrieval.remote import build
+        from r3lite.retrieval.remote import remote_retriever as build
     else:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
@@ -93,7 +95,9 @@ class Tolerant:
         self.in_a_row += 1
         if self.gives_up and self.in_a_row >= GIVE_UP:
             remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."
-            raise R3LiteError(f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy)
+            raise R3LiteError(
+                f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy, code="retriever-failed"
+            )
         if reason not in self.reasons:
             self.reasons.add(reason)
             say(f"warning: the retriever failed: {reason}")

@@ -18,14 +18,13 @@ class Ranking(Protocol):
         self,
         queries: list[str],
         k: int,
-        own: list[Places] | None = None,
+        own_places: list[Places] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` best passages of each query, best first; for query i only of the indices `own[i]`, if
-        given."""
+        """Returns the `k` best passages of each query, best first; for query i only of `own_places[i]`, if given."""
 
 
 @dataclass(frozen=True)
-class Search:
+class RankingRetriever:
     """The retriever of a ranking: from pairs (question, query) to documents. The pairs of a call are one batch."""
 
     passages: Ranking
@@ -35,19 +34,19 @@ class Search:
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         queries = [query for _, query in pairs]
-        own = None
+        own_places = None
         if self.own_paragraphs:
-            own = self.own_paragraphs([question for question, _ in pairs])
-        if not own:
+            own_places = self.own_paragraphs([question for question, _ in pairs])
+        if not own_places:
             unique_queries = list(dict.fromkeys(queries))
             rankings = self.passages.search(unique_queries, self.top_k)
             by_query = dict(zip(unique_queries, rankings, strict=True))
             return [list(by_query[query]) for query in queries]
-        keys = list(zip(queries, own, strict=True))
+        keys = list(zip(queries, own_places, strict=True))
         unique_keys = list(dict.fromkeys(keys))
         unique_queries = [query for query, _ in unique_keys]
         unique_places = [places for _, places in unique_keys]
-        rankings = self.passages.search(unique_queries, self.top_k, own=unique_places)
+        rankings = self.passages.search(unique_queries, self.top_k, own_places=unique_places)
         by_key = dict(zip(unique_keys, rankings, strict=True))
         return [list(by_key[key]) for key in keys]
 

@@ -25,11 +25,11 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError, explained
 
-MANY = 1_000_000  # passages; above, `auto` reads a part of the index for a query and not all of it
+FULL_SEARCH_LIMIT = 1_000_000  # passages; above, `auto` reads a part of the index for a query and not all of it
 LINKS = 32  # of a vector in the graph of hnsw, twice as many on its lowest level
 SUBSPACE = 8  # dimensions that are one byte in opq-ivf-pq
 SAMPLE_BYTES = 512 << 20  # most fp32 vectors that an index is trained on
-LEAST = 39  # training vectors of a centroid, below which FAISS warns
+CENTROID_VECTORS = 39  # training vectors of a centroid, below which FAISS warns
 BLOCK = 4096  # passages encoded, and vectors added, at a time
 GROWTH = 1.5  # memory of lists that grow by doubling, while they are built, to their content
 CODEWORDS = 256  # of a byte of opq-ivf-pq
@@ -54,7 +54,7 @@ def lists_of(passages: int, dimension: int) -> int:
     too small."""
     wanted = 1 << round(math.log2(4 * math.sqrt(passages)))
     sample = min(passages, SAMPLE_BYTES // (4 * dimension))
-    limit = max(1, sample // LEAST)
+    limit = max(1, sample // CENTROID_VECTORS)
     return min(wanted, 1 << (limit.bit_length() - 1))
 
 
@@ -63,7 +63,7 @@ def sample_of(kind: str, passages: int, dimension: int) -> int:
     byte."""
     if kind not in (*IVF, "sq8"):
         return 0
-    wanted = max((LEAST + 1) * lists_of(passages, dimension), 16384)
+    wanted = max((CENTROID_VECTORS + 1) * lists_of(passages, dimension), 16384)
     return min(passages, wanted, max(1, SAMPLE_BYTES // (4 * dimension)))
 
 
@@ -149,17 +149,19 @@ def _code_bytes(kind: str, dimension: int) -> float:
 def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     """Returns the estimate of a kind; of `auto` the first that fits the budget, the most exact one first.
 
-    `auto` chooses flat and sq8 up to MANY passages; above, a query that reads all of them takes long. It never chooses
-    HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if nothing fits.
+    `auto` chooses flat and sq8 up to FULL_SEARCH_LIMIT passages; above, a query that reads all of them takes long. It
+    never chooses HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if
+    nothing fits.
     """
-    too_few = passages < CODEWORDS * LEAST
+    too_few = passages < CODEWORDS * CENTROID_VECTORS
     if kind == "opq-ivf-pq" and too_few:
-        raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
+        cause = f"{kind} needs {CODEWORDS * CENTROID_VECTORS:,} passages, not {passages:,}"
+        raise R3LiteError(cause, "Pass --index-type auto.", code="too-few-passages")
     if kind != "auto":
         kinds: tuple[str, ...] = (kind,)
     elif too_few:
         kinds = ("flat", "sq8", "ivf-sq8")
-    elif passages <= MANY:
+    elif passages <= FULL_SEARCH_LIMIT:
         kinds = ("flat", "sq8", *IVF)
     else:
         kinds = IVF
@@ -171,7 +173,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     needed_mib = -(-max(smallest.search, smallest.build) >> 20)
     alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
     cause = f"the index does not fit in {_size(budget)}: {smallest.summary()}"
-    raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.")
+    raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.", code="index-beyond-budget")
 
 
 def _size(count: float) -> str:
@@ -223,10 +225,10 @@ class Vectors:
             nearest.append((query_scores[is_vector], numbers))
         return nearest
 
-    def only(self, fit: np.ndarray) -> "Vectors":
-        """Returns the vectors for which `fit` is true, of those that are not deleted, in their order."""
+    def only(self, mask: np.ndarray) -> "Vectors":
+        """Returns the vectors for which `mask` is true, of those that are not deleted, in their order."""
         live = self._live()
-        live[live] = fit
+        live[live] = mask
         return replace(self, deleted=np.flatnonzero(~live))
 
     def _live(self) -> np.ndarray:
@@ -347,9 +349,9 @@ def _empty(kind: str, count: int, d: int) -> faiss.Index:
         rotation = faiss.downcast_VectorTransform(index.chain.at(0))
         rotation.niter = ROUNDS
         rotation.niter_pq_0 = 10
-        rotation.max_train_points = CODEWORDS * (LEAST + 1)
+        rotation.max_train_points = CODEWORDS * (CENTROID_VECTORS + 1)
         ivf.pq.cp.niter = 10
-        ivf.pq.cp.max_points_per_centroid = LEAST + 1
+        ivf.pq.cp.max_points_per_centroid = CENTROID_VECTORS + 1
     return index
 
 
@@ -385,7 +387,9 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
         faiss.write_index(index, str(path))
     except RuntimeError as error:  # what FAISS makes of a full disk
         reason = str(error).strip().splitlines()[-1]
-        raise R3LiteError(f"{path} cannot be written: {reason}", "Free disk space, and run it again.") from error
+        raise R3LiteError(
+            f"{path} cannot be written: {reason}", "Free disk space, and run it again.", code="index-unwritable"
+        ) from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
@@ -396,8 +400,12 @@ def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> fai
     It is mapped into memory and read as it is needed where FAISS can do so: not on Windows.
     """
     flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
-    with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy):
+    with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy, code="index-unreadable"):
         index = faiss.read_index(str(path), flags)
     if type(index).__name__ != CLASSES[kind] or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} with inner products", remedy)
+        raise R3LiteError(
+            f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} with inner products",
+            remedy,
+            code="index-kind-differs",
+        )
     return index

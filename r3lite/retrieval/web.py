@@ -25,7 +25,7 @@ from r3lite.retrieval.documents.chunks import count_tokens, sentences
 from r3lite.retrieval.documents.section import without_soft_hyphens
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.retrieval.remote import Poster
-from r3lite.retrieval.search import Search
+from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings.retrieval import SOURCES
 
@@ -43,6 +43,9 @@ EXA_KEY = "EXA_API_KEY"
 KIND = SOURCES[0]  # of sources, for searches that name none
 
 
+Page = dict[str, str]  # url, title and text
+
+
 class Exa:
     """Searches by exa.ai, which needs a key."""
 
@@ -51,16 +54,20 @@ class Exa:
     def __init__(self):
         key = os.environ.get(EXA_KEY)
         if not key:
-            raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
+            raise R3LiteError(
+                f"--retriever exa needs a key in {EXA_KEY}",
+                "Get one at exa.ai, or pass --web-replay.",
+                code="exa-key-missing",
+            )
         self._poster = Poster(EXA, f"Check {EXA_KEY} and the connection to exa.ai.", {"x-api-key": key})
 
-    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+    def pages(self, query: str, kind: str, count: int) -> list[Page]:
         """Returns pages with url, title and text, best first."""
         content = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
         if self.kinds[kind]:
             content["category"] = self.kinds[kind]
 
-        def read(reply: Record) -> list[dict[str, str]]:
+        def read(reply: Record) -> list[Page]:
             rows = reply.records("results")[:count]
             return [_page(row, url="url", title="title", text="text") for row in rows]
 
@@ -77,14 +84,16 @@ class DuckDuckGo:
             from ddgs import DDGS
         self._open = DDGS
 
-    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+    def pages(self, query: str, kind: str, count: int) -> list[Page]:
         """Returns pages with url, title and text, which are a line or two, best first.
 
         Raises R3LiteError if there is none: to be refused for asking too often looks the same.
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
         # Exception: the package raises what its own libraries do.
-        with explained(Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait."):
+        with explained(
+            Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait.", code="web-search-failed"
+        ):
             rows = search(query, max_results=count, backend="duckduckgo")
         source = Source("a result of DuckDuckGo")
         url = "href" if kind == KIND else "url"
@@ -94,7 +103,7 @@ class DuckDuckGo:
 SERVICES = {"exa": Exa, "duckduckgo": DuckDuckGo}
 
 
-def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
+def _page(row: Record, url: str, title: str, text: str) -> Page:
     """Returns a page from a result with these keys; a service may leave out its title or text."""
     return {
         "url": row.text(url, "", blank=True)[:ADDRESS],
@@ -117,24 +126,30 @@ class Recorded:
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
 
-    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+    def pages(self, query: str, kind: str, count: int) -> list[Page]:
         """Returns the service's pages for a query, from the folder if they are there."""
         request = {"service": self.name, "kind": kind, "query": query, "count": count}
 
-        def read(record: Record) -> list[dict[str, str]]:
+        def read(record: Record) -> list[Page]:
             rows = record.records("pages")
-            return [{name: row.text(name, blank=True) for name in ("url", "title", "text")} for row in rows]
+            return [_recorded_page(row) for row in rows]
 
         pages = self._cache.recall(digest(request), read)
         if pages is not None:
             return pages
         if self._service is None:
             remedy = "Remove --web-replay, or pass another --web-cache."
-            raise R3LiteError(f"{self._cache.folder} has no result for this query ({kind})", remedy)
+            raise R3LiteError(
+                f"{self._cache.folder} has no result for this query ({kind})", remedy, code="replay-absent"
+            )
         self._limit.wait()
         pages = self._service.pages(query, kind, count)
         self._cache.store(digest(request), request | {"pages": pages})
         return pages
+
+
+def _recorded_page(row: Record) -> Page:
+    return {name: row.text(name, blank=True) for name in ("url", "title", "text")}
 
 
 @dataclass
@@ -156,15 +171,16 @@ class Web:
             rankings.append(self._nearest(query, pages)[:k])
         return rankings
 
-    def _pages(self, query: str) -> list[dict[str, str]]:
+    def _pages(self, query: str) -> list[Page]:
         if not query:
             return []
         return self.service.pages(query, self.kind, self.count)
 
-    def _nearest(self, query: str, pages: list[dict[str, str]]) -> list[Document]:
+    def _nearest(self, query: str, pages: list[Page]) -> list[Document]:
         """Returns a passage of each page that has text, the nearest one first; of equal ones in the service's order."""
-        page_sentences = [list(sentences(plain(page["text"]), SENTENCE)) for page in pages]
-        passages = [Document("", "", sentence) for texts in page_sentences for sentence in texts]
+        texts = [plain(page["text"]) for page in pages]
+        page_sentences = [list(sentences(text, SENTENCE)) for text in texts]
+        passages = [Document("", "", sentence) for page_texts in page_sentences for sentence in page_texts]
         if not passages:
             return []
         encoder = self.encoder or HashingEncoder.fit(passage.text for passage in passages)
@@ -173,15 +189,15 @@ class Web:
         scores = passage_vectors @ query_vector
         documents = []
         start = 0
-        for page, texts in zip(pages, page_sentences, strict=True):
-            if not texts:
+        for page, page_texts in zip(pages, page_sentences, strict=True):
+            if not page_texts:
                 continue
-            page_scores = scores[start : start + len(texts)]
-            start += len(texts)
+            page_scores = scores[start : start + len(page_texts)]
+            start += len(page_texts)
             document = Document(
                 id=page["url"],
                 title=plain(page["title"]),
-                text=best(texts, page_scores),
+                text=best(page_texts, page_scores),
                 score=float(page_scores.max()),
                 source=self.service.name,
             )
@@ -210,7 +226,7 @@ def plain(text: str) -> str:
     return printable(without_soft_hyphens(text))
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def web_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever of the service that the settings name."""
     settings = setup.settings
     service = Recorded(
@@ -221,4 +237,4 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     )
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
     ranking = Web(service, kind=kind, count=settings.web_results, encoder=setup.encoder)
-    return Search(ranking, top_k)
+    return RankingRetriever(ranking, top_k)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # its libraries take long to load
 
 OUTPUT_TOKENS = 256
 OUTPUT_TOKENS_PER_STEP = 64
-# The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
-# when a round ends before any call succeeded.
+# The run stops when more than half of the last WINDOW replies failed, of at least MIN_REPLIES; when IN_A_ROW failed;
+# and when a round ends before any call succeeded.
 WINDOW = 40
-ENOUGH = 20
+MIN_REPLIES = 20
 IN_A_ROW = 8
 
 
@@ -72,7 +72,7 @@ def _tenths(entry: Record, name: str) -> float:
 
 
 @functools.cache
-def question() -> tuple[str, dict]:
+def judge_prompt() -> tuple[str, dict]:
     """Returns the judge's instructions and the JSON schema of its reply.
 
     Both are part of the name of a cached reply: if they change, every episode is judged anew.
@@ -84,7 +84,7 @@ def question() -> tuple[str, dict]:
 
 def request_for(episode: Episode) -> Request:
     """Returns the one call that judges an episode."""
-    system, schema = question()
+    system, schema = judge_prompt()
     return Request(
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
         system=system,
@@ -143,7 +143,7 @@ class Judge:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
-            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
+            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy, code="judge-limit")
         if reply.failure is None:
             self._has_succeeded = True
         if reply.cached:
@@ -154,7 +154,7 @@ class Judge:
             self._failed += 1
         failed = [latest.failure is not None for latest in self._latest]
         row_failed = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
-        most_failed = len(failed) >= ENOUGH and sum(failed) > len(failed) / 2
+        most_failed = len(failed) >= MIN_REPLIES and sum(failed) > len(failed) / 2
         if row_failed or most_failed:
             raise self._failing()
 
@@ -167,7 +167,7 @@ class Judge:
         remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; finished verdicts are cached."
         if detail:
             cause = f"{cause} ({detail})"
-        return R3LiteError(cause, remedy)
+        return R3LiteError(cause, remedy, code="judge-failed")
 
 
 def _nothing_right(episode: Episode) -> Verdict | None:
@@ -176,7 +176,7 @@ def _nothing_right(episode: Episode) -> Verdict | None:
     return Verdict(False, tuple(opinions))
 
 
-def note_on(judge: Judge | None) -> str:
+def missing_verdicts_note(judge: Judge | None) -> str:
     """Returns what the end of a run adds about verdicts that are missing; nothing if none is."""
     if judge is None or not judge.missing:
         return ""
@@ -198,7 +198,7 @@ def build_judge(
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             cause = "--outcome-judge, --process-judge or --rewards needs a judge, but --judge is none"
-            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.")
+            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.", code="judge-missing")
         return None
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

@@ -40,7 +40,7 @@ FLAGGED: dict[str, RewardFunction] = {
     "outcome": parts.outcome,
 }
 # The rewards that need a format with searches.
-SEARCHING = (
+SEARCH_REWARDS = (
     searching.gold_recall,
     searching.gold_precision,
     searching.information_gain,
@@ -63,7 +63,7 @@ REWARDS: dict[str, RewardFunction] = {
         formats.all_tags,
         formats.tag_share,
         formats.valid_plan,
-        *SEARCHING,
+        *SEARCH_REWARDS,
         judged.judged_answer,
         judged.coherence,
         texts.length_penalty,
@@ -77,7 +77,7 @@ REWARDS: dict[str, RewardFunction] = {
     )
 }
 # The built-in rewards for the answer itself. A user's own function counts as one, too: it may well be.
-ANSWERS = (
+ANSWER_REWARDS = (
     answers.exact_match,
     answers.answer_f1,
     answers.contains_gold,
@@ -90,7 +90,7 @@ ANSWERS = (
     tasks.chat,
     tasks.combined,
 )
-MOST = 1e15  # learning squares rewards and adds them up, in fp32
+LARGEST_REWARD = 1e15  # learning squares rewards and adds them up, in fp32
 VERDICT = "verdict"  # the parameter that asks for the judge's
 KINDS = (
     ((bool,), "true or false"),
@@ -113,7 +113,7 @@ class NamedReward:
     @property
     def pays_answer(self) -> bool:
         """True if it counts as a reward for the answer."""
-        return self.weight != 0 and (self.function in ANSWERS or ":" in self.name)
+        return self.weight != 0 and (self.function in ANSWER_REWARDS or ":" in self.name)
 
     def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
         """Returns the weighted reward of each step; None if the reward is missing.
@@ -133,8 +133,9 @@ class NamedReward:
         # Those with flags have no bound of their own: `Scored` refuses a step's sum that is too large.
         if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
-            remedy = f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing."
-            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
+            limit = f"a number of at most {LARGEST_REWARD:.0e}"
+            remedy = f"It must return {limit}, a list of one per step, or None if it is missing."
+            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy, code="reward-invalid")
         return [self.weight * float(reward) for reward in by_step]
 
     def _value(self, episode: Episode, verdict: Verdict | None) -> Any:
@@ -147,14 +148,14 @@ class NamedReward:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
             cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
-            raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.") from error
+            raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.", code="reward-failed") from error
 
 
 def _are_rewards(values: list, step_count: int) -> bool:
     """Returns True if there is one number per step that can be learned from."""
     if len(values) != step_count:
         return False
-    return all(isinstance(value, Real) and abs(value) <= MOST for value in values)
+    return all(isinstance(value, Real) and abs(value) <= LARGEST_REWARD for value in values)
 
 
 def rewards_of(settings: RewardSettings) -> list[NamedReward]:
@@ -171,10 +172,17 @@ def rewards_of(settings: RewardSettings) -> list[NamedReward]:
 
 
 def _flagged(name: str, settings: RewardSettings) -> NamedReward:
+    """Returns the reward of FLAGGED with the values of its flags."""
     function = FLAGGED[name]
-    _, *parameters = inspect.signature(function).parameters
-    flags = {flag: getattr(settings, flag) for flag in parameters if flag != VERDICT}
-    return NamedReward(name, weight=1.0, function=function, parameters=flags, takes_verdict=VERDICT in parameters)
+    names = list(inspect.signature(function).parameters)[1:]  # without the episode
+    flags = {flag: getattr(settings, flag) for flag in names if flag != VERDICT}
+    return NamedReward(
+        name,
+        weight=1.0,
+        function=function,
+        parameters=flags,
+        takes_verdict=VERDICT in names,
+    )
 
 
 def named_rewards(settings: RewardSettings) -> list[NamedReward]:
@@ -191,7 +199,9 @@ def _named(entry: RewardEntry) -> NamedReward:
     try:
         taken = list(inspect.signature(function).parameters.values())[1:]  # without the episode
     except (TypeError, ValueError):  # not callable, or written in C
-        raise UsageError(f"the reward {name} is {shown(function)}, not a function of an episode") from None
+        raise UsageError(
+            f"the reward {name} is {shown(function)}, not a function of an episode", code="reward-not-function"
+        ) from None
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     settable = {parameter.name: parameter.default for parameter in taken if parameter.kind in by_keyword}
     takes_verdict = VERDICT in settable
@@ -200,11 +210,14 @@ def _named(entry: RewardEntry) -> NamedReward:
     for key, value in parameters.items():
         if key not in settable:
             choice = f"choose from {', '.join(settable)}" if settable else "it has none"
-            raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {choice}")
+            raise UsageError(
+                f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {choice}",
+                code="reward-parameter-unknown",
+            )
         _check_kind(f"{key} of the reward {name}", value, settable[key])
     for key, default in settable.items():
         if default is inspect.Parameter.empty and key not in entry:
-            raise UsageError(f"the reward {name} needs the parameter {key}")
+            raise UsageError(f"the reward {name} needs the parameter {key}", code="reward-parameter-missing")
     return NamedReward(
         name,
         weight=entry["weight"],
@@ -220,7 +233,7 @@ def _check_kind(parameter: str, value: Any, default: Any) -> None:
         if isinstance(default, kinds):
             is_stray_bool = isinstance(value, bool) and bool not in kinds
             if is_stray_bool or not isinstance(value, kinds):
-                raise UsageError(f"{parameter} is {value!r}; it must be {description}")
+                raise UsageError(f"{parameter} is {value!r}; it must be {description}", code="wrong-type")
             return
 
 
@@ -232,7 +245,7 @@ def _load(name: str) -> RewardFunction:
     if ":" not in name:
         if name not in REWARDS:
             advice = "see docs/rewards.md, or pass your own as package.module:function"
-            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {advice}")
+            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {advice}", code="unknown-reward")
         return REWARDS[name]
     module_name, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -241,11 +254,15 @@ def _load(name: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"the reward {name}: no module {error.name} in {os.getcwd()} or installed") from None
+            raise UsageError(
+                f"the reward {name}: no module {error.name} in {os.getcwd()} or installed", code="reward-module-absent"
+            ) from None
         cause = f"the module of the reward {name} cannot be imported: {type(error).__name__}: {error}"
-        raise R3LiteError(cause, "Fix the module.") from error
+        raise R3LiteError(cause, "Fix the module.", code="reward-module-broken") from error
     if not hasattr(module, function):
-        raise UsageError(f"{module_name} has no {function}{nearest(function, vars(module))}")
+        raise UsageError(
+            f"{module_name} has no {function}{nearest(function, vars(module))}", code="reward-function-absent"
+        )
     return getattr(module, function)
 
 

@@ -10,12 +10,12 @@ from r3lite.core.episode import SEARCHING, Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.judged import judged_answer
-from r3lite.rewards.registry import MOST, named_rewards, needs_verdict, rewards_of
+from r3lite.rewards.registry import LARGEST_REWARD, named_rewards, needs_verdict, rewards_of
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
 ALWAYS = ("format", "process", "outcome")  # the parts of every reward, the first in the records of episodes
-MANY = 8  # questions: a reward that is missing for all episodes of this many is not missing by chance
+MIN_QUESTIONS = 8  # a reward that is missing for all episodes of so many questions is not missing by chance
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,11 @@ class Scored:
 
     def __post_init__(self):
         for reward in self.steps:
-            if not abs(reward) <= MOST:
-                remedy = "Lower the weights of the rewards, such as --outcome-em."
-                raise R3LiteError(f"the reward of a step is {reward}; it must be finite and at most {MOST:.0e}", remedy)
+            if not abs(reward) <= LARGEST_REWARD:
+                cause = f"the reward of a step is {reward}; it must be finite and at most {LARGEST_REWARD:.0e}"
+                raise R3LiteError(
+                    cause, "Lower the weights of the rewards, such as --outcome-em.", code="reward-out-of-range"
+                )
 
     @property
     def total(self) -> float:
@@ -63,7 +65,7 @@ class Scored:
         return self.parts["outcome"] < below
 
 
-def most_for_answer(settings: RewardSettings) -> float:
+def highest_outcome(settings: RewardSettings) -> float:
     """Returns the highest outcome reward."""
     return settings.outcome_em + settings.outcome_f1 + settings.outcome_judge
 
@@ -73,7 +75,7 @@ def outcome_share(scored: Scored, settings: RewardSettings) -> float:
 
     It shows how right an answer is; the total does not, because format and recall are rewarded for wrong answers, too.
     """
-    return scored.parts["outcome"] / most_for_answer(settings)
+    return scored.parts["outcome"] / highest_outcome(settings)
 
 
 def score(
@@ -103,7 +105,7 @@ def score(
     parts = {name: totals[name] for name in ALWAYS} | totals
     answer = None
     answer_rewards = [reward.name for reward in rewards if reward.pays_answer]
-    if most_for_answer(settings) or answer_rewards:
+    if highest_outcome(settings) or answer_rewards:
         answer = parts["outcome"] + sum(parts[name] for name in answer_rewards)
     em, f1 = answer_scores(episode)
     parts |= {"em": em, "f1": f1, "recall": episode.recall}
@@ -124,7 +126,7 @@ def score_all(
     scored = [score(episode, settings, verdict) for episode, verdict in pairs]
     if not any(scored):
         questions = {episode.question.id for episode in episodes}
-        if len(questions) >= MANY:
+        if len(questions) >= MIN_QUESTIONS:
             _refuse_always_missing(episodes, verdicts, settings)
     return scored
 
@@ -146,4 +148,6 @@ def _refuse_always_missing(
     for reward in named_rewards(settings):
         if all(reward.rewards(episode, verdict) is None for episode, verdict in pairs):
             remedy = "The questions lack what it needs, such as gold paragraphs: remove it, or pass other --data."
-            raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
+            raise R3LiteError(
+                f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy, code="reward-missing"
+            )

@@ -12,8 +12,7 @@ from r3lite.llm.openai_compatible import THOUGHTS
 from r3lite.llm.replies import parse
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.rewards.judge import question as asked_of_the_judge
-from r3lite.rewards.judge import request_for
+from r3lite.rewards.judge import judge_prompt, request_for
 from r3lite.settings import CollectConfig, LengthSettings, ProtocolSettings
 from r3lite.tuning.critic import Critic
 from tests.attacks.documents import ALL
@@ -81,7 +80,7 @@ def test_text_stays_in_its_place_in_what_a_judge_and_a_critic_are_asked():
             assert (request.system, request.schema, request.earlier) == (benign.system, benign.schema, ()), attack
             cut = text[:512]
             assert sum(found.startswith(cut) for found in strings(data)) >= 7, attack
-        system, schema = asked_of_the_judge()
+        system, schema = judge_prompt()
         assert asked[0].schema == schema and asked[0].system == system and "never an instruction" in system
 
 
@@ -138,7 +137,7 @@ REPLIES = {
     "another step": (WRONG.replace('"step": 1', '"step": 2'), None),
     "more steps": (json.dumps(GRADE | {"steps": GRADE["steps"] * 2}), None),
     "no steps": (json.dumps(GRADE | {"steps": []}), None),
-    "the schema": (json.dumps(asked_of_the_judge()[1]), None),
+    "the schema": (json.dumps(judge_prompt()[1]), None),
     "half a verdict": (RIGHT[:-30], None),
     "an unclosed block": (f"```json\n{RIGHT}", None),
     "no verdict": ("I will not grade this.", None),

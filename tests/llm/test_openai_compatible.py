@@ -11,7 +11,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.llm.cache import digest
 from r3lite.llm.client import Client, Request
 from r3lite.llm.openai_compatible import closed
-from r3lite.rewards.judge import build_judge, question
+from r3lite.rewards.judge import build_judge, judge_prompt
 from r3lite.settings import JudgeSettings
 from tests.marks import ASK, ask
 
@@ -89,7 +89,7 @@ def test_plain_text_asks_for_no_form(server, asked):
 
 
 def test_every_object_of_a_schema_is_closed():
-    schema = question()[1]
+    schema = judge_prompt()[1]
     made = closed(schema)
     assert made["additionalProperties"] is False and made["$defs"]["StepGrade"]["additionalProperties"] is False
     assert "additionalProperties" not in schema and made["properties"] == schema["properties"]

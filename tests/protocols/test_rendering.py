@@ -62,6 +62,7 @@ def test_a_template_that_needs_too_much_is_refused_by_the_name_of_its_file(need,
     begun = time.monotonic()
     with pytest.raises(R3LiteError, match=words) as caught:
         Tokenizer.load(folder)
+    assert caught.value.code == "template-limit"
     assert caught.value.cause.startswith(f"{folder / 'chat_template.jinja'}: the chat template ")
     assert time.monotonic() - begun < 60  # on a busy machine
     assert Tokenizer.load(TINY).open_chat("Who?")  # by the same process, or a new one

@@ -112,8 +112,8 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
         for i in range(1500):
             file.write(json.dumps({"id": str(i), "title": f"T{i}", "text": f"word{i % 97} word{i % 89} {i}"}) + "\n")
     program = (
-        "import sys, time; from r3lite import index; from r3lite.retrieval import building, encoder, index as room\n"
-        "building.BLOCK = room.BLOCK = 64\n"
+        "import sys, time; from r3lite import index; from r3lite.retrieval import building, encoder, index as indexes\n"
+        "building.BLOCK = indexes.BLOCK = 64\n"
         "make = encoder.HashingEncoder.encode_passages\n"
         "def slow(self, documents, advance): time.sleep(0.05); return make(self, documents, advance)\n"
         "encoder.HashingEncoder.encode_passages = slow\n"

@@ -73,14 +73,14 @@ def churn(folder, opened, edits, live, rng):
 
 @pytest.mark.parametrize(("kind", "edits", "least"), [("flat", 150, 1.0), ("ivf-sq8", 60, 0.9), ("hnsw", 60, 0.97)])
 def test_many_edits_give_the_recall_of_one_built_afresh(tmp_path, opened, monkeypatch, kind, edits, least):
-    monkeypatch.setattr(index, "MANY", 40)  # so that what was added joins the index several times
+    monkeypatch.setattr(index, "ADDED_LIMIT", 40)  # so that what was added joins the index several times
     build(tmp_path / "i", [passage(i) for i in range(400)], kind)
     live = churn(tmp_path / "i", opened, edits, set(range(400)), random.Random(1))
     edited = opened(tmp_path / "i")
     assert {int(d.id) for d in edited.documents} == live
     assert edited.vectors.base.ntotal > 400
     documents = [passage(i) for i in sorted(live)]
-    truth = found(index.build(Drawn(), documents), QUERIES)
+    truth = found(index.build_index(Drawn(), documents), QUERIES)
     build(tmp_path / "fresh", documents, kind)
     recalls = [
         np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found(one, QUERIES), truth, strict=True)])

@@ -7,7 +7,6 @@ import pytest
 
 from r3lite import index as recipe
 from r3lite import retrieve
-from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
@@ -20,6 +19,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup, fitting
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
+from r3lite.settings.uses import check_used
 from tests.built_index import encoder_settings
 
 FIELDS = [
@@ -107,7 +107,7 @@ def searched(settings, query="House 7 in street 3"):
 def expected(corpus, k, keep):
     """The best scores of a search of everything, by brute force."""
     documents = read_corpus(corpus)
-    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents)
+    whole = index.build_index(HashingEncoder.fit(d.text for d in documents), documents)
     return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
 
 

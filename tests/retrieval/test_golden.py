@@ -4,7 +4,7 @@ import pytest
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.golden import build, paragraphs
+from r3lite.retrieval.golden import golden_retriever, paragraphs
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 
@@ -15,7 +15,7 @@ BARE = Question("bare", "?", ("a",), DOCUMENTS)
 
 
 def golden(*questions, seed=0, **changes):
-    return build(Setup(RetrievalSettings(retriever="golden", **changes), list(questions), seed), top_k=1)
+    return golden_retriever(Setup(RetrievalSettings(retriever="golden", **changes), list(questions), seed), top_k=1)
 
 
 def test_the_gold_paragraphs_whatever_is_asked():

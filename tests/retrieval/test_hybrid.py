@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.core.episode import Document, Question
-from r3lite.retrieval.hybrid import DEPTH, Hybrid, build, reciprocal_ranks, scaled_scores
+from r3lite.retrieval.hybrid import DEPTH, HybridRetriever, hybrid_retriever, reciprocal_ranks, scaled_scores
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 
@@ -21,7 +21,7 @@ LEXICAL = brings("lexical", (C, 8.0), (D, 6.0), (A, 4.0))
 
 
 def fused(top_k, worth, weights, semantic=SEMANTIC, lexical=LEXICAL):
-    (found,) = Hybrid(semantic, lexical, top_k, worth, weights)([PAIR])
+    (found,) = HybridRetriever(semantic, lexical, top_k, worth, weights)([PAIR])
     return [(d.id, d.source, d.score) for d in found]
 
 
@@ -59,7 +59,7 @@ def test_the_settings_choose_the_fusion_and_the_lists_are_a_hundred_deep():
 
     def built(**changes):
         settings = RetrievalSettings(retriever="hybrid", encoder="hashing", **changes)
-        return build(Setup(settings, questions), top_k=3)
+        return hybrid_retriever(Setup(settings, questions), top_k=3)
 
     rrf, weighted = built(), built(fusion="weighted", lexical_weight=0.2)
     assert (rrf.worth, rrf.weights) == (reciprocal_ranks, (1.0, 1.0))

@@ -23,7 +23,7 @@ DOCUMENTS = [
 
 
 def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
-    return index.build(make_encoder(encoder_settings(encoder, style), documents), documents)
+    return index.build_index(make_encoder(encoder_settings(encoder, style), documents), documents)
 
 
 def save(folder, documents=DOCUMENTS, **how):
@@ -52,7 +52,7 @@ def test_float64_vectors_are_taken(monkeypatch):
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
     make = encoder.encode_queries
     monkeypatch.setattr(encoder, "encode_queries", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
-    assert titles(index.build(encoder, DOCUMENTS).search(["capital of Norway"], 1)) == [["Oslo"]]
+    assert titles(index.build_index(encoder, DOCUMENTS).search(["capital of Norway"], 1)) == [["Oslo"]]
 
 
 def test_kept_and_read_back_it_finds_the_same(tmp_path):
@@ -307,4 +307,4 @@ def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
         np.errstate(all="ignore"),
         pytest.raises(R3LiteError, match="the encoder hashing computes vectors that are not"),
     ):
-        index.build(encoder, DOCUMENTS)
+        index.build_index(encoder, DOCUMENTS)

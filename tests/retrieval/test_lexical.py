@@ -54,7 +54,7 @@ def test_a_word_may_have_one_character():
     queries = ["Apollo 9", "Who flew Apollo 8?", "vitamin K"]
     assert [found[0].id for found in lexical.search(queries, 1)] == ["9", "8", "K"]
     # Nor is the s of a possessive a word: it would stand in half of all passages.
-    assert lexical.search(["s"], 5) == lexical.search(["Ann's"], 5, own=[(1, 5)]) == [[]]
+    assert lexical.search(["s"], 5) == lexical.search(["Ann's"], 5, own_places=[(1, 5)]) == [[]]
     assert [found.id for found in Lexical([Document("d", "", "C\u00f4te d'Ivoire")]).search(["d"], 1)[0]] == ["d"]
 
 
@@ -63,7 +63,7 @@ def test_accents_and_widths_of_one_word_meet():
     texts = ["S\u00e3o Paulo", "Zu\u0308rich", "\uff34\uff4f\uff4b\uff59\uff4f", "the \ufb01sh"]
     queries = ["Sa\u0303o", "z\u00fcrich", "tokyo", "fish"]
     documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
-    hashing = index.build(HashingEncoder.fit(texts), documents)
+    hashing = index.build_index(HashingEncoder.fit(texts), documents)
     for found in (Lexical(documents).search(queries, 1), hashing.search(queries, 1)):
         assert [row[0].id for row in found] == ["0", "1", "2", "3"]
 

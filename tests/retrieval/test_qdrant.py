@@ -46,7 +46,7 @@ def ask(settings, queries=QUERIES):
 
 def test_what_it_finds_is_what_an_exact_index_finds(server, encoder, settings):
     qdrant.fill(ADDRESS, PASSAGES, encoder)
-    expected = index.build(encoder, PASSAGES).search(QUERIES, 4)
+    expected = index.build_index(encoder, PASSAGES).search(QUERIES, 4)
     for ours, theirs in zip(ask(settings), expected, strict=True):
         assert [(d.id, d.title, d.text) for d in ours] == [(d.id, d.title, d.text) for d in theirs]
         assert [d.score for d in ours] == pytest.approx([d.score for d in theirs], abs=1e-5)

@@ -13,7 +13,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.conventions import MODEL_KEYS, read_conventions
-from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, known_dimension, make_encoder
+from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, local_dimension, make_encoder
 from tests.built_index import encoder_settings, save
 
 DOCUMENTS = [Document(str(i), title, text) for i, (title, text) in enumerate([("Oslo", "a city in Norway"), ("", "x")])]
@@ -133,7 +133,7 @@ def test_vectors_are_cut_and_compared_as_the_folder_says(made, kind, how, normal
     texts = [f"{d.title} {d.text}".strip() for d in DOCUMENTS]
     expected = theirs.similarity(theirs.encode(QUERIES), theirs.encode(texts)).numpy()
     assert of_queries @ vectors.T == pytest.approx(expected, abs=1e-4)
-    assert ours.dimension == ours.settings["dimension"] == known_dimension(str(folder)) == how.get("truncate_dim", 32)
+    assert ours.dimension == ours.settings["dimension"] == local_dimension(str(folder)) == how.get("truncate_dim", 32)
     as_they_are = "similarity_fn_name" in how and (not normalized or "truncate_dim" in how)
     assert ("similarity" in ours.settings) == as_they_are
     if as_they_are:
@@ -183,7 +183,7 @@ def test_every_key_that_sentence_transformers_writes_is_known_or_left_to_it(made
     folder, theirs = made("xlm-roberta", "mean")
     assert {*theirs._get_model_config(), "truncate_dim"} <= {*MODEL_KEYS["SentenceTransformer"]}
     folder = shutil.copytree(folder, tmp_path / "changed")
-    assert read_conventions(str(folder)).other is None
+    assert read_conventions(str(folder)).unsupported is None
     kinds = {"sentence_bert_config.json": Transformer, "1_Pooling/config.json": Pooling}
     kinds["2_Normalize/config.json"] = Normalize
     read_here = {"pooling_mode", "include_prompt", "embedding_dimension"}
@@ -193,11 +193,11 @@ def test_every_key_that_sentence_transformers_writes_is_known_or_left_to_it(made
         for key in [*module.config_keys, "of_next_year"]:
             if key not in read_here:
                 (folder / name).write_text(json.dumps(usual | {key: {"x": 1}}))
-                assert read_conventions(str(folder)).other == f"it has {key}"
+                assert read_conventions(str(folder)).unsupported == f"it has {key}"
         (folder / name).write_text(json.dumps(usual))
     modules = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([modules[0] | {"kwargs": ["task"]}, *modules[1:]]))
-    assert read_conventions(str(folder)).other == "it has kwargs of its module Transformer"
+    assert read_conventions(str(folder)).unsupported == "it has kwargs of its module Transformer"
 
 
 def test_an_instruct_model_of_e5_has_its_own_prefixes(made, tmp_path):

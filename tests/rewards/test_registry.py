@@ -11,7 +11,7 @@ from r3lite.core.episode import CUT_OFF, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve
 from r3lite.rewards import answers, searching
-from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards, needs_verdict
+from r3lite.rewards.registry import REWARDS, SEARCH_REWARDS, named_rewards, needs_verdict
 from r3lite.rewards.reward import Scored, score, score_all
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
@@ -45,7 +45,7 @@ def test_every_function_is_known_by_its_own_name():
     assert REWARDS["rouge_l"] is answers.rouge_l and REWARDS["gold_recall"] is searching.gold_recall
     # Parts that are always there, and what is logged beside them.
     assert not REWARDS.keys() & {"format", "process", "outcome", "search", "em", "f1", "recall", "judge"}
-    assert set(SEARCHING) <= set(REWARDS.values())
+    assert set(SEARCH_REWARDS) <= set(REWARDS.values())
 
 
 EPISODE = answered("Ada Lovelace", search(OTHER, GOLD[0]), search(GOLD[1], ANOTHER))

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite.rewards.reward import MOST
+from r3lite.core.token_record import TokenRecord
+from r3lite.rewards.registry import LARGEST_REWARD
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.settings import LengthSettings
@@ -18,13 +19,15 @@ def episode(dice: random.Random, paid: float, group: int, actions: int) -> Rollo
     mask = [False] + [True] * actions + [False] * dice.choice([0, 0, 3])
     tokens = [dice.randrange(VOCABULARY) for _ in mask]
     logprobs, values = ([dice.gauss(mean, 1) for _ in range(actions)] for mean in (-5, 0))
-    return Rollout(tokens, mask, logprobs, values, [(actions, paid)], group)
+    return Rollout(
+        TokenRecord(tokens=tokens, action_mask=mask, logprobs=logprobs, values=values), [(actions, paid)], group
+    )
 
 
 def a_round(seed: int) -> Batch:
     """One to six episodes; their groups, lengths and rewards are as likely as not all the same."""
     dice = random.Random(seed)
-    count, size = dice.randint(1, 6), dice.choice([0.0, 1.0, 1e-9, MOST])
+    count, size = dice.randint(1, 6), dice.choice([0.0, 1.0, 1e-9, LARGEST_REWARD])
     groups = dice.choice([[0] * count, list(range(count)), [i // 2 for i in range(count)]])
     length = dice.choice([lambda: 1, lambda: dice.randint(1, 7)])
     paid = dice.choice([lambda: size, lambda: dice.choice([0.0, size]), lambda: size * dice.gauss(0, 1)])

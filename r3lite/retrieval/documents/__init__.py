@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from r3lite.retrieval.documents import html, markdown, pdf, python, rows
-from r3lite.retrieval.documents.section import Section
+from r3lite.retrieval.documents.section import DocumentSection
 
 BINARY = (".pdf",)  # files that are read from bytes and not from text
 # By the end of a file's name: the function that makes sections of its content, and of its path in the folder.
-READERS: dict[str, Callable[[Any, str], Iterator[Section]]] = {
-    ".txt": lambda text, name: iter([Section(text)]),
+READERS: dict[str, Callable[[Any, str], Iterator[DocumentSection]]] = {
+    ".txt": lambda text, name: iter([DocumentSection(text)]),
     ".md": markdown.read,
     ".markdown": markdown.read,
     ".html": html.read,

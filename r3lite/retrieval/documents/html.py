@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from r3lite.core.errors import extra
-from r3lite.retrieval.documents.section import Section, under_headings
+from r3lite.retrieval.documents.section import DocumentSection, under_headings
 
 # Ruby would stand between the ideographs that it is the pronunciation of; an annotation repeats a formula as TeX.
 INVISIBLE = {"script", "style", "template", "noscript", "noembed", "noframes", "datalist", "rp", "rt", "annotation"}
@@ -31,7 +31,7 @@ PARAGRAPH_END = re.compile(r"</p\s*>", re.IGNORECASE)
 BREAK_END = re.compile(r"</br\s*>", re.IGNORECASE)
 
 
-def read(text: str, name: str) -> Iterator[Section]:
+def read(text: str, name: str) -> Iterator[DocumentSection]:
     """Returns sections by headings. The page's title is that of the text before the first heading.
 
     A tag that does not end is not text.

@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 
 from r3lite.core.errors import extra
-from r3lite.retrieval.documents.section import Section, under_headings
+from r3lite.retrieval.documents.section import DocumentSection, under_headings
 
 LINE_END = re.compile(r"\r\n?|\n")  # those of CommonMark, by which its parser counts
 
 
-def read(text: str, name: str) -> Iterator[Section]:
+def read(text: str, name: str) -> Iterator[DocumentSection]:
     """Yields sections by headings. Front matter is left out, but for its title, which is that of the text before the
     first heading.
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from r3lite.core.errors import extra
-from r3lite.retrieval.documents.section import Section, Unreadable
+from r3lite.retrieval.documents.section import DocumentSection, Unreadable
 
 LARGEST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
 GLYPHS = re.compile(r"[\ufb00-\ufdff\ufe70-\ufefc]+")  # ligatures and the forms of Arabic letters within a word
@@ -21,7 +21,7 @@ COMPOUND = re.compile(r"(?:half|multi(?!-pl)|non|self|well)-")  # English writes
 SUSPENDED = {"and", "or", "to", "und", "oder"}  # as in "pre- and post-war"
 
 
-def read(content: bytes, name: str) -> Iterator[Section]:
+def read(content: bytes, name: str) -> Iterator[DocumentSection]:
     """Yields one section: sentences go on from page to page. The title is the document's, if it names one.
 
     Raises Unreadable if the file cannot be read.
@@ -50,7 +50,7 @@ def read(content: bytes, name: str) -> Iterator[Section]:
         raise Unreadable("a damaged PDF", f"{type(error).__name__}: {error}") from error
     text = "\n".join(pages)
     text = GLYPHS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
-    yield Section(_whole_words(text), title if isinstance(title, str) else "")
+    yield DocumentSection(_whole_words(text), title if isinstance(title, str) else "")
 
 
 def _whole_words(text: str) -> str:

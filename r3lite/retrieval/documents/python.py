@@ -11,7 +11,7 @@ import ast
 import warnings
 from collections.abc import Iterator
 
-from r3lite.retrieval.documents.section import Section
+from r3lite.retrieval.documents.section import DocumentSection
 
 DESCRIPTION = 200  # characters of a docstring
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -19,7 +19,7 @@ DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 
 
-def read(text: str, name: str) -> Iterator[Section]:
+def read(text: str, name: str) -> Iterator[DocumentSection]:
     """Yields sections: every line of the file is in one. A file that is not Python is one text."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")  # lines as Python counts them
     try:
@@ -27,7 +27,7 @@ def read(text: str, name: str) -> Iterator[Section]:
             warnings.simplefilter("ignore")  # of escapes in other people's strings
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two at deep nesting
-        yield Section(text)
+        yield DocumentSection(text)
         return
     lines = ["", *text.split("\n")]  # counted from 1
     module = name.removesuffix(".py").replace("/", ".")
@@ -50,7 +50,7 @@ def read(text: str, name: str) -> Iterator[Section]:
     )
 
 
-def _definition(node: ast.stmt, outer: str, file: str, lines: list[str]) -> Iterator[Section]:
+def _definition(node: ast.stmt, outer: str, file: str, lines: list[str]) -> Iterator[DocumentSection]:
     """Yields a function with all that is in it, or a class without its methods and inner classes, which follow it."""
     kind = "method" if outer else "function"
     inner: list[ast.stmt] = []
@@ -81,10 +81,10 @@ def _joined(lines: list[str], numbers: set[int]) -> str:
     return "\n".join(lines[number] for number in sorted(numbers))
 
 
-def _section(kind: str, qualified: str, docstring: str | None, file: str, text: str) -> Section:
+def _section(kind: str, qualified: str, docstring: str | None, file: str, text: str) -> DocumentSection:
     head = f"# {kind}: {qualified}\n"
     description = " ".join((docstring or "").split())[:DESCRIPTION]
     if description:
         head += f"# Description: {description}\n"
     head += f"# File: {file}\n\n"
-    return Section(text, title=qualified, head=head)
+    return DocumentSection(text, title=qualified, head=head)

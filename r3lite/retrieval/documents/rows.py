@@ -8,29 +8,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3lite.core.records import InvalidRecord, number_text, parse
-from r3lite.retrieval.documents.section import Section, Unreadable
+from r3lite.retrieval.documents.section import DocumentSection, Unreadable
 
+Row = list[tuple[str, Any]]  # names of columns and values
 DELIMITERS = ",;\t"
 SEPARATOR = re.compile(r'"?sep=([^\w"\r\n])"?(?:\r\n?|\n)', re.IGNORECASE)
 TITLES = ("title", "name", "heading")
 TEXTS = ("text", "contents", "content", "body")
 
 
-def read_json(text: str, name: str) -> Iterator[Section]:
+def read_json(text: str, name: str) -> Iterator[DocumentSection]:
     """Returns a section for each item of a list, or one for anything else."""
     value = _parsed(text, "")
     items = value if isinstance(value, list) else [value]
     return map(_section, items)
 
 
-def read_jsonl(text: str, name: str) -> Iterator[Section]:
+def read_jsonl(text: str, name: str) -> Iterator[DocumentSection]:
     """Yields a section for each line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _section(_parsed(line, f"line {number}: "))
 
 
-def read_csv(text: str, name: str) -> Iterator[Section]:
+def read_csv(text: str, name: str) -> Iterator[DocumentSection]:
     """Returns a section for each row under the first one, which names the columns.
 
     Cells stand between commas, or between semicolons or tabs, as spreadsheets write where the comma is in numbers;
@@ -56,7 +57,7 @@ def _fit(text: str, delimiter: str) -> tuple[bool, int]:
     return is_table, header
 
 
-def read_table(text: str, name: str, **dialect: Any) -> Iterator[Section]:
+def read_table(text: str, name: str, **dialect: Any) -> Iterator[DocumentSection]:
     """Yields a section for each row under the first one, which names the columns. Several may have one name, or
     none."""
     try:
@@ -64,7 +65,8 @@ def read_table(text: str, name: str, **dialect: Any) -> Iterator[Section]:
     except csv.Error as error:
         raise Unreadable("not a table", str(error)) from error
     for row in rows[1:]:
-        yield _of_columns(list(itertools.zip_longest(rows[0], row, fillvalue="")))
+        columns = itertools.zip_longest(rows[0], row, fillvalue="")
+        yield _of_columns(list(columns))
 
 
 def _rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
@@ -85,24 +87,24 @@ def _parsed(text: str, where: str) -> Any:
         raise Unreadable("not JSON", where + error.cause) from error
 
 
-def _section(row: Any) -> Section:
+def _section(row: Any) -> DocumentSection:
     """Returns the section of an object as a row with its keys as columns; of anything else as lines."""
     if isinstance(row, dict):
         return _of_columns(list(row.items()))
-    return Section("\n".join(_lines(row)))
+    return DocumentSection("\n".join(_lines(row)))
 
 
-def _of_columns(row: list[tuple[str, Any]]) -> Section:
+def _of_columns(row: Row) -> DocumentSection:
     """Returns the title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
     lines = _texts(row, TEXTS)
     if not lines:
         lines = [line for key, value in row for line in _lines(value, key)]
     titles = _texts(row, TITLES)
     title = titles[0] if titles else ""
-    return Section("\n".join(lines), title)
+    return DocumentSection("\n".join(lines), title)
 
 
-def _texts(row: list[tuple[str, Any]], names: tuple[str, ...]) -> list[str]:
+def _texts(row: Row, names: tuple[str, ...]) -> list[str]:
     """Returns the values that are texts and not blank under the first of the names, in any case, that has one."""
     for name in names:
         values = [value for key, value in row if key.strip().lower() == name]

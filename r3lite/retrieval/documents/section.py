@@ -8,7 +8,7 @@ SOFT_HYPHEN = re.compile(r"\u00ad(?:[ \t]*\r?\n[ \t]*)?")
 
 
 @dataclass(frozen=True)
-class Section:
+class DocumentSection:
     """A part of a document that no passage reaches beyond, such as the text under one heading.
 
     `title` is empty if the document names none. `head` is repeated at the start of each passage.
@@ -28,7 +28,7 @@ class Unreadable(Exception):
         self.detail = detail
 
 
-def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> Iterator[Section]:
+def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> Iterator[DocumentSection]:
     """Yields the sections between headings, each titled by its path of headings, such as `Guide > Install > Linux`.
 
     A heading is (level from 1, text), anything else a line of text. `title` is that of the text before all headings.
@@ -39,13 +39,13 @@ def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> I
         if isinstance(line, str):
             section_lines.append(line)
             continue
-        yield Section("\n".join(section_lines), title)
+        yield DocumentSection("\n".join(section_lines), title)
         level, _ = line
         path = [heading for heading in path if heading[0] < level]
         path.append(line)
         title = " > ".join(text for _, text in path)
         section_lines = []
-    yield Section("\n".join(section_lines), title)
+    yield DocumentSection("\n".join(section_lines), title)
 
 
 def without_soft_hyphens(text: str) -> str:
