@@ -9,7 +9,6 @@ long as trajectories of HotpotQA are. A test holds the page to what this prints.
 from bench import records
 from bench.options import HUB
 from r3lite import plan
-from r3lite.core.command import COMMANDS
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve
 from r3lite.devices.cards import GIB, LAUNCH, Speeds, card
@@ -76,7 +75,7 @@ def planned(given: list[str]) -> Plan | None:
     learns = plan.learns(given)
     config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
     try:
-        return plan.make(resolve("plan", config, given, COMMANDS, table="ppo" if learns else "sft"))
+        return plan.make(resolve("plan", config, given, table="ppo" if learns else "sft"))
     except R3LiteError:
         return None
 

@@ -202,7 +202,7 @@ def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
         return [list(question.gold) for question, _ in queries]
 
     sequences = engine.run(questions(8), list("abcdefgh"), retrieve)
-    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences])
+    batch = Batch.of([Rollout(sequence, [], 0) for sequence in sequences])
     with torch.no_grad(), precision.autocast():
         recomputed = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
     return batch.logprobs[batch.action_mask], recomputed

@@ -16,6 +16,7 @@ from r3lite.assembly import supervised
 from r3lite.checks.finding import Finding, judged, largest, skipped
 from r3lite.checks.sample import CPU, questions, sentences, whole_card
 from r3lite.core import command
+from r3lite.core.exit_status import check_status
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
 from r3lite.core.invocation import resolve
@@ -64,7 +65,7 @@ def train(output: Path, flags: list[str]) -> list[dict]:
     What it printed before it failed is in the check's output.
     """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
-    command.check_status(sft([*flags, "--output", str(output)]), "the run failed")
+    check_status(sft([*flags, "--output", str(output)]), "the run failed")
     return metrics.read(output / metrics.FILE)
 
 
@@ -145,7 +146,7 @@ def _run(flags: list[str], steps: int = 2, occupied: int = 0) -> tuple[Plan, Mem
 
     The plan does not count the `occupied` bytes that are on the card already: only the limit that is enforced does.
     """
-    config = resolve("sft", SftConfig(), flags, command.COMMANDS)
+    config = resolve("sft", SftConfig(), flags)
     trainer = supervised.build_trainer(config, *read_data(config))
     plan = trainer.policy.grant.plan
     limit = dataclasses.replace(plan, budget=plan.budget + occupied)

@@ -97,7 +97,8 @@ def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -
     definition = json.dumps(record.values)
     class_name = other_class(folder, record, probe())
     if class_name:
-        raise R3LiteError(f"{folder}: transformers splits text by its {class_name}, not as the training did", REMEDY)
+        cause = f"{folder}: transformers splits text by its {class_name}, not as the training did"
+        raise R3LiteError(cause, REMEDY, code="tokenization-differs")
     source = chat_template(folder, config)
     template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
     check(str(folder), definition, template.render(messages, prompt=True), ids)
@@ -138,7 +139,8 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
     if exported_ids != ids:
         exported = backend.decode(exported_ids, skip_special_tokens=False)
         trained = backend.decode(ids, skip_special_tokens=False)
-        raise R3LiteError(f"{where}: other programs would build the prompt {exported!r}, not {trained!r}", REMEDY)
+        cause = f"{where}: other programs would build the prompt {exported!r}, not {trained!r}"
+        raise R3LiteError(cause, REMEDY, code="prompt-differs")
 
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:

@@ -39,7 +39,7 @@ class ReplyCache:
         candidates = (self.folder, *self.folder.absolute().parents)
         existing = next(path for path in candidates if path.exists())
         if not existing.is_dir():
-            raise R3LiteError(f"{flag} {folder} is not a folder", f"Pass another {flag}.")
+            raise R3LiteError(f"{flag} {folder} is not a folder", f"Pass another {flag}.", code="not-a-folder")
 
     def recall(self, key: str, read: Callable[[Record], T]) -> T | None:
         """Returns what `read` makes of the reply under a key; None if there is none.
@@ -64,5 +64,5 @@ class ReplyCache:
         cause = f"replies cannot be cached in {self.folder}"
         remedy = f"Free disk space, or pass {self.flag} FOLDER."
         # The lock: equal requests of two threads would share a temporary file.
-        with explained(OSError, cause, remedy), self._lock:
+        with explained(OSError, cause, remedy, code="cache-unusable"), self._lock:
             write_text(self.folder / f"{key}.json", json.dumps(reply, ensure_ascii=False) + "\n")

@@ -272,13 +272,18 @@ class Client(CachingClient):
         message = self._redacted(f"{status} {name}: {reason}")
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
             raise R3LiteError(
-                f"the account has no credit left: {message}", "Add credit, or pass another --judge-model."
+                f"the account has no credit left: {message}",
+                "Add credit, or pass another --judge-model.",
+                code="credit-exhausted",
             ) from None
         if status in (401, 403) or (status == 400 and "api key" in message.lower()):
-            raise R3LiteError(f"the API key was rejected: {message}", self.service.key_remedy) from None
+            raise R3LiteError(
+                f"the API key was rejected: {message}", self.service.key_remedy, code="key-rejected"
+            ) from None
         if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and whether your account has access to the model."
-            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {message}", remedy) from None
+            cause = f"{self.settings.judge_model} cannot be used: {message}"
+            raise R3LiteError(cause, remedy, code="model-unusable") from None
         if status == 408:
             return "timeout", message, 0.0
         if status != 429 and status < 500:

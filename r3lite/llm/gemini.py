@@ -28,7 +28,8 @@ class GeminiService(Service):
         self.settings = settings
         self.secret = read_key("Gemini", KEYS, GET_A_KEY)
         if not self.secret:
-            raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
+            cause = "there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set"
+            raise R3LiteError(cause, GET_A_KEY, code="gemini-key-missing")
         options = types.HttpOptions(
             timeout=round(settings.judge_timeout * 1000),  # milliseconds
             base_url=settings.judge_base_url,

@@ -195,5 +195,5 @@ def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
     values = [os.environ.get(name, "").strip() for name in names]
     key = next(filter(None, values), "")
     if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
-        raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy)
+        raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy, code="key-malformed")
     return key

@@ -65,10 +65,10 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     folders: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
-            raise R3LiteError(f"{path} is not a folder", REMEDY)
+            raise R3LiteError(f"{path} is not a folder", REMEDY, code="not-a-folder")
         run_folders = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=start_of)
         if not run_folders:
-            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY)
+            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
         folders += run_folders
     folders = list(dict.fromkeys(folders))
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]

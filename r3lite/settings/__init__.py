@@ -1,8 +1,8 @@
 """The settings of every command. The sections are in files by subject; all of them can be imported from here.
 
-Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it
-must be given. The classes below are the settings of the commands whose work is done in
-other rooms; the other commands put their sections together in their own file. The docstring of each is its `--help`.
+Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it must be
+given. The classes below are the settings of the commands whose work is done in other folders; the other commands put
+their sections together in their own file. The docstring of each is its `--help`.
 """
 
 import math
@@ -12,7 +12,8 @@ from r3lite.settings.commands import (  # isort: skip
     PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
     SftSettings, TeacherCacheSettings, TuningSettings,
 )  # fmt: skip
-from r3lite.settings.common import CommandConfig, Common
+from r3lite.settings.command_config import CommandConfig
+from r3lite.settings.common import Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
@@ -26,7 +27,7 @@ from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule,
 
 
 class SamplingConfig(CommandConfig):
-    """What the settings of all commands have in common that load a model and sample episodes, greedily by default."""
+    """Holds the settings of all commands that load a model and sample episodes, by default greedily."""
 
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -60,11 +61,14 @@ class SftConfig(CommandConfig):
         return self.sft.batch_size * self.sft.gradient_accumulation
 
     def length(self, rows: int) -> tuple[int, int | None]:
-        """Optimizer steps of the run, and the number of rows after which it ends (None: --max-steps decides)."""
+        """Returns the optimizer steps of the run, and the number of rows after which it ends.
+
+        The latter is None if --max-steps decides.
+        """
         if self.schedule.max_steps is not None:
             return self.schedule.max_steps, None
-        last = math.ceil(self.schedule.epochs * rows)
-        return math.ceil(last / self.rows_per_step), last
+        total_rows = math.ceil(self.schedule.epochs * rows)
+        return math.ceil(total_rows / self.rows_per_step), total_rows
 
 
 class PpoConfig(CommandConfig):
@@ -98,7 +102,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Rounds of the run over this number of questions; None if it decides and is not known."""
+        """Returns the rounds of the run over this number of questions; None if it decides and is not known."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

@@ -5,9 +5,15 @@ import re
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from r3lite.core.config import Bounds, Free, Frozen, Section, UsageError
+from r3lite.core.config import Bounds, Free, Section, UsageError
 
-UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
+# Bytes.
+UNITS = {
+    "GIB": 1 << 30,
+    "MIB": 1 << 20,
+    "GB": 10**9,
+    "MB": 10**6,
+}
 
 
 class Common(Section):
@@ -29,33 +35,34 @@ class Common(Section):
 class Weighted(dict):
     """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML."""
 
-    def __init__(self, given: Any, key: str):
+    def __init__(self, entry: Any, key: str):
         """`key` is that of the name in the table."""
-        if isinstance(given, str):
-            name, equals, weight = given.rpartition("=")
-            given = {key: name.strip(), "weight": float(weight)} if equals else {key: given}
-        super().__init__({key: "", "weight": 1.0} | dict(given))
+        if isinstance(entry, str):
+            name, equals, weight = entry.rpartition("=")
+            if equals:
+                entry = {key: name.strip(), "weight": float(weight)}
+            else:
+                entry = {key: entry}
+        super().__init__({key: "", "weight": 1.0} | dict(entry))
 
     def __repr__(self) -> str:
-        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
-
-
-class CommandConfig(Frozen):
-    """What the settings of all commands begin with."""
-
-    common: Common = Common()
+        text = f"{self['name']}={self['weight']:g}"
+        parameters = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        if parameters:
+            text += f" ({', '.join(parameters)})"
+        return text
 
 
 def check_address(setting: str, address: str, example: str) -> None:
     """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
 
     def wrong(problem: str) -> UsageError:
-        return UsageError(f"{setting} {problem}; pass one such as {example}")
+        return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")
 
     try:
         parts = urlsplit(address)
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        parts.port  # noqa: B018  (raises for a bad one)
     except ValueError:  # a bad IPv6 address or port
         raise wrong("is not an address") from None
     if parts.username is not None or parts.password is not None:
@@ -67,9 +74,12 @@ def check_address(setting: str, address: str, example: str) -> None:
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
-    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
-    amount = re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", ""))
-    size = float(amount[1]) * UNITS[amount[2]] if amount else 0.0
+    """Returns the bytes of a budget such as 4GiB, 1300MiB or 3.5 GB; UsageError names the setting."""
+    size = 0.0
+    if amount := re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", "")):
+        size = float(amount[1]) * UNITS[amount[2]]
     if not 0 < size < math.inf:
-        raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")
+        raise UsageError(
+            f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB", code="bad-memory-size"
+        )
     return int(size)

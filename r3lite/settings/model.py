@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positive, Section, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Needs, Positive, Section, Whole
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -31,6 +31,7 @@ class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
     implied: ClassVar = {"no_lora": {"True": {"learning_rate": 2e-5, "gradient_accumulation": 1}}}
+    needs: ClassVar = (Needs("", "a run without --no-lora", lambda s: not s.no_lora, but="no_lora"),)
 
     no_lora: bool = False
     """sft: train all weights, in bf16 or fp32, instead of an adapter; the run folder then has model/ for --model"""
@@ -49,6 +50,8 @@ class LoraSettings(Section):
 
 class MemorySettings(Section):
     """Memory (by default, the fastest sizes that fit are chosen)."""
+
+    needs: ClassVar = (Needs("nf4_cache", "--quantize auto or nf4", lambda s: s.quantize != "none"),)
 
     # Four are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.

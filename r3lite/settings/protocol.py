@@ -46,10 +46,12 @@ class ProtocolSettings(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the format is a user's file."""
+        """Tells whether the format is a user's file."""
         return self.format.endswith(".toml")
 
     def check(self) -> None:
         if not self.is_own and self.format not in FORMATS:
-            known = f"choose from {', '.join(FORMATS)}, or pass a .toml file"
-            raise UsageError(f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {known}")
+            remedy = f"choose from {', '.join(FORMATS)}, or pass a .toml file"
+            raise UsageError(
+                f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {remedy}", code="unknown-format"
+            )

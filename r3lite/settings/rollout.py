@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Free, Needs, Positive, Section, Tokens, Whole
 from r3lite.settings.common import check_address
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
@@ -11,7 +11,7 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def is_greedy(temperature: float) -> bool:
-    """Whether the likeliest token is taken, instead of a draw."""
+    """Tells whether the likeliest token is taken, instead of a draw."""
     return temperature < LEAST_TEMPERATURE
 
 
@@ -31,13 +31,16 @@ class LengthSettings(Section):
 
     @property
     def most_turns(self) -> int:
-        """The most turns of the model in an episode: one before each retrieval, one more that asks or reaches its token
-        limit, and that of the answer which is then forced (`Layout.close_turn`)."""
+        """Returns the most turns of the model in an episode.
+
+        They are one before each retrieval, one more that asks or reaches its token limit, and that of the answer which
+        is then forced (`Layout.close_turn`).
+        """
         return self.max_hops + 2
 
     @property
     def most_sampled(self) -> int:
-        """The most tokens that the model can write in an episode."""
+        """Returns the most tokens that the model can write in an episode."""
         return min(self.most_turns * self.max_new_tokens, self.max_length)
 
 
@@ -63,6 +66,7 @@ class RemoteSettings(Section):
     """Rollouts on other machines."""
 
     implied: ClassVar = {"rollout_server": {ANY: {"old_logprobs": "trainer", "importance_cap": 2.0}}}
+    needs: ClassVar = (Needs("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),)
 
     rollout_server: Free[tuple[str, ...] | None] = None
     """comma-separated addresses of `python -m r3lite.rollout_worker` or vLLM servers that sample the episodes. They

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.config import ANY, Bounds, Count, Needs, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
 
 
@@ -17,7 +17,7 @@ class ListenSettings(Section):
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Tells whether only this machine can reach the server."""
         return is_loopback(self.host)
 
 
@@ -31,13 +31,18 @@ class ServerSettings(ListenSettings):
 
     def check(self) -> None:
         if "*" in (self.cors_origins or ()):
-            raise UsageError("--cors-origins is *, which lets any web page call the API: list the origins")
+            raise UsageError(
+                "--cors-origins is *, which lets any web page call the API: list the origins", code="cors-any-origin"
+            )
 
 
 class ModeSettings(Section):
     """Modes."""
 
     implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
+    needs: ClassVar = (
+        Needs("memory_modes conversations memory_kib", "--memory-turns above 0", lambda s: s.memory_turns),
+    )
 
     adapters: tuple[str, ...] | None = None
     """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name; `base` is the bare model"""

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
+from r3lite.core.config import Bounds, Count, Fraction, Free, Needs, NonNegative, Positive, Section, Whole
 from r3lite.core.errors import R3LiteError, UsageError
 
 Share = Annotated[float, Bounds(above=0, high=1)]
@@ -14,6 +14,8 @@ ENDS = {"cosine": 0.1, "linear": 0.0, "constant": 1.0}
 
 class Schedule(Section):
     """Length of the run, checkpoints and resuming."""
+
+    needs: ClassVar = (Needs("epochs", "a run without --max-steps", lambda s: s.max_steps is None),)
 
     max_steps: Count | None = None
     """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
@@ -32,6 +34,8 @@ class Schedule(Section):
 class TrackSettings(Section):
     """Tracking."""
 
+    needs: ClassVar = (Needs("track_project track_name", "--track wandb", lambda s: s.track == "wandb"),)
+
     track: Free[Literal["none", "tensorboard", "wandb"]] = "none"
     """also log to TensorBoard in the run folder, or to Weights & Biases, which needs WANDB_API_KEY (extra track)"""
     track_project: Free[str] = "r3lite"
@@ -44,7 +48,11 @@ class TrackSettings(Section):
 
     def check(self) -> None:
         if self.track != "none" and importlib.util.find_spec(self.track) is None:
-            raise R3LiteError(f"--track {self.track} needs the package {self.track}", "pip install 'r3lite[track]'")
+            raise R3LiteError(
+                f"--track {self.track} needs the package {self.track}",
+                "pip install 'r3lite[track]'",
+                code="package-missing",
+            )
 
 
 class OptimizerSettings(Section):
@@ -69,14 +77,20 @@ class OptimizerSettings(Section):
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
-            least = self.min_learning_rate
-            raise UsageError(f"--min-learning-rate is {least}, but a constant rate does not fall: remove one")
+            end = self.min_learning_rate
+            raise UsageError(
+                f"--min-learning-rate is {end}, but a constant rate does not fall: remove one", code="constant-rate"
+            )
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
-            raise UsageError("--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one")
+            raise UsageError(
+                "--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one", code="linear-rate"
+            )
 
 
 class ValidationSettings(Section):
     """Validation during training."""
+
+    needs: ClassVar = (Needs("eval_every eval_questions eval_seed", "--eval-data", lambda s: s.eval_data),)
 
     eval_data: str | None = None
     """question file, or name,subset,split, for validation in training; adapter/ is the checkpoint with the best F1"""
@@ -90,6 +104,8 @@ class ValidationSettings(Section):
 
 class GuardSettings(Section):
     """Collapse guard (docs/collapse.md): changes since the first rounds, of 32 episodes; none disables a limit."""
+
+    needs: ClassVar = (Needs("", "--guard roll-back or warn", lambda s: s.guard != "off", but="guard"),)
 
     # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from r3lite.core.command import Terminated
 from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.spans import Spans, span
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import metrics, optim
@@ -181,7 +181,9 @@ def _take_step(
             state.rewind(snapshot)
             save(number - 1)
         if isinstance(error, NonFiniteGradients) and run.ranks.first:  # another rank may have run no row
-            raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
+            raise NonFiniteGradients(
+                f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy, code=error.code
+            ) from error
         raise
     seconds = time.perf_counter() - start
     state.num_tokens += tokens

@@ -7,7 +7,6 @@ import pytest
 
 from r3lite import index as recipe
 from r3lite import retrieve
-from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
@@ -20,6 +19,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup, fitting
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
+from r3lite.settings.uses import check_used
 from tests.built_index import encoder_settings
 
 FIELDS = [

@@ -7,14 +7,14 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.http_client import Link
 from r3lite.protocols.r3 import R3
-from r3lite.rollout.remote import RemoteEngine, Worker
-from r3lite.rollout.wire import Adapter
+from r3lite.rollout.remote import RemoteEngine, RolloutWorker
+from r3lite.rollout.wire import AdapterFiles
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1000)
 FACTS = {"--model": "toy"}
-ADAPTER = Adapter(b"{}\0weights")
+ADAPTER = AdapterFiles(b"{}\0weights")
 QUESTIONS = [Question(id, f"who is {id}?", ()) for id in "abcd"]
 ANSWER = "Step 1:\nThe problem analysis: known\nThe final answer: "
 SEEDS = list("1234")
@@ -43,9 +43,9 @@ def workers(scripted, running):
     servers = []
     for service in services:
         service.version = ADAPTER.version
-        servers.append(Worker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
+        servers.append(RolloutWorker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
         servers[-1].check()
-    remote = RemoteEngine(servers)
+    remote = RemoteEngine(servers, save_adapter=None)
     remote.adapter = ADAPTER
     yield services[0], remote
     remote.close()
@@ -72,7 +72,7 @@ def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change,
     sequences = remote.run(QUESTIONS, SEEDS, None)
     assert [s.episode().prediction for s in sequences] == [q.id for q in QUESTIONS]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "another server samples" in line]
-    assert bool(warnings) == bool(told) == bool(remote.metrics()["rollout/moved_episodes"])
+    assert bool(warnings) == bool(told) == bool(remote.end_round(1, None)["rollout/moved_episodes"])
     assert all(url in line and told in line for line in warnings), warnings
 
 
