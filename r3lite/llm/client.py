@@ -153,7 +153,7 @@ class Client(CachingClient):
 
     @property
     def circumstances(self) -> dict:
-        """What a reply depends on beside the request."""
+        """All that a reply depends on beside the request."""
         settings = {
             "model": self.settings.judge_model,
             "address": self.settings.judge_base_url,

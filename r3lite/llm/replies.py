@@ -64,7 +64,7 @@ class Request:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a reply depends on."""
+        """The parts of the request that a reply depends on, by name."""
         names = ("prompt", "system", "earlier", "max_output_tokens", "nonce", "schema")
         return {name: getattr(self, name) for name in names}
 
@@ -147,7 +147,7 @@ def recalled(record: Record, request: Request) -> Reply:
 
 
 class Service(Protocol):
-    """How one kind of server is asked, and what its answers mean."""
+    """Asks one kind of server, and reads its answers."""
 
     secret: str  # the key; empty if there is none
     key_remedy: str  # what to do if it is not accepted

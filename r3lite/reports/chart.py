@@ -252,21 +252,21 @@ def _bars(chart: Bars) -> tuple[str, str]:
             if bar is None:
                 continue
             text = f"{label}, {group}: {number(bar.value)}"
-            left = middle + (k - len(chart.series) / 2) * width
-            drawn.append(_bar(bar, up, left, width, colour(k), text))
+            x = middle + (k - len(chart.series) / 2) * width
+            drawn.append(_bar(bar, up, x, width, colour(k), text))
             spoken.append(text)
     return "".join(drawn), "; ".join(spoken)
 
 
-def _bar(bar: Bar, up: Scale, left: float, width: float, fill: str, text: str) -> str:
-    """Returns one bar with its interval as SVG."""
+def _bar(bar: Bar, up: Scale, x: float, width: float, fill: str, text: str) -> str:
+    """Returns one bar, from `x` on, with its interval as SVG."""
     top, bottom = sorted((up(bar.value), up(0)))
     drawn = (
-        f'<rect x="{left + width * 0.06:.1f}" y="{top:.1f}" width="{width * 0.88:.1f}" '
+        f'<rect x="{x + width * 0.06:.1f}" y="{top:.1f}" width="{width * 0.88:.1f}" '
         f'height="{max(0.8, bottom - top):.1f}" fill="{fill}"><title>{escape(text)}</title></rect>'
     )
     if bar.low is None or bar.high is None:
         return drawn
-    centre = f"{left + width / 2:.1f}"
+    centre = f"{x + width / 2:.1f}"
     ends = f'y1="{up(bar.low):.1f}" y2="{up(bar.high):.1f}"'
     return f'{drawn}<line class="whisker" x1="{centre}" x2="{centre}" {ends}/>'

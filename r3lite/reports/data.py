@@ -35,7 +35,7 @@ class DataFile:
 
     @property
     def label(self) -> str:
-        """What the file is, in words."""
+        """The kind and the size of the file, in words."""
         return f"data, {len(self.sizes)} {self.noun}"
 
     def of(self, part: str) -> list[int]:

@@ -112,7 +112,7 @@ def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
 
 @dataclass(frozen=True)
 class _Style:
-    """How the lines of one run look: alone, each metric has a colour; among several runs, each run has one."""
+    """Draws the lines of one run: alone, each metric has a colour; among several runs, each run has one."""
 
     number: int  # of the run
     name: str

@@ -19,8 +19,11 @@ ANSWERS = "Answers by outcome"  # heading of a section
 
 @dataclass(frozen=True)
 class Report:
-    """What a page shows: runs, files of data, and of evaluations how much each differs from the first of the same
-    questions (by name: that one's name, and what evaluation.comparisons.compare has found)."""
+    """The content of a page: runs, files of data, and how evaluations differ.
+
+    `differences` has, by the name of an evaluation, the name of the first one of the same questions, and what
+    evaluation.comparisons.compare tells of the two.
+    """
 
     runs: Sequence[Run]
     data: Sequence[DataFile] = ()

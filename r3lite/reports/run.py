@@ -44,7 +44,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has come to its end."""
+        """True if the run has come to its end."""
         return bool(self.summary or self.scores)
 
     @property
