@@ -42,7 +42,7 @@ def check(config: PpoConfig) -> None:
         raise UsageError(f"{cause}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 
 
-def read(config: PpoConfig) -> list[Trajectory]:
+def traces_of(config: PpoConfig) -> list[Trajectory]:
     """Returns the rows of --traces; none without it."""
     if not config.rl.traces:
         return []
@@ -66,7 +66,7 @@ class MatchedTrace:
     row: Row | None  # the trace in tokens; None if it is too long
 
 
-def usable(
+def usable_traces(
     traces: Sequence[Trajectory],
     config: PpoConfig,
     questions: Sequence[Question],
@@ -230,7 +230,7 @@ def build_guidance(
     """Returns the guidance of a run; None if its algorithm has neither traces nor a replay buffer."""
     trace_rollouts: dict[str, Rollout] = {}
     if traces:
-        trace_rollouts = ranks.shared(lambda: usable(traces, config, questions, layout=layout, judge=judge))
+        trace_rollouts = ranks.shared(lambda: usable_traces(traces, config, questions, layout=layout, judge=judge))
     if not trace_rollouts and replay is None:
         return None
     return Guidance(
