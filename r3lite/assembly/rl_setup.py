@@ -17,7 +17,7 @@ from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core.episode import Question
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
@@ -52,7 +52,7 @@ def build_learning(
     questions: list[Question],
     held_out: Sequence[Question] = (),
     traces: Sequence[Trajectory] = (),
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
     ranks: Ranks = ALONE,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
