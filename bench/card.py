@@ -322,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with sole_writer(options.output):
             if (options.output / STATE).exists():
-                raise R3LiteError(f"{options.output} has a run", "Name another --output.")
+                raise R3LiteError(f"{options.output} has a run", "Name another --output.", code="output-not-empty")
             run = Run(options.output, settings, records.provenance(precision(options)))
             try:
                 run.advance()

@@ -159,9 +159,12 @@ def check(settings: Settings) -> None:
             config.check_settings("ppo")
             reinforcement.check(config)
             if config.rl.learn != label:
-                raise UsageError(f"--flags {label} changes --learn: remove it")
+                raise UsageError(f"--flags {label} changes --learn: remove it", code="flags-change-learn")
             if settings.eval_data not in (config.data.exclude or ()):
-                raise UsageError(f"--flags {label} has --exclude: pass --exclude to the bench, which adds --eval-data")
+                raise UsageError(
+                    f"--flags {label} has --exclude: pass --exclude to the bench, which adds --eval-data",
+                    code="flags-exclude",
+                )
         resolve("evaluate", EvaluateConfig(), settings.evaluation(adapter, output)).check_settings("evaluate")
     check_required(config)
 

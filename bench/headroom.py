@@ -87,20 +87,20 @@ def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
     parser.add_argument("--output", type=Path, default=Path("runs/headroom.json"), help="JSON file to add a run to")
     options, rest = parser.parse_known_args(argv)
     if options.questions < 1:
-        raise UsageError(f"--questions is {options.questions}; it must be at least 1")
+        raise UsageError(f"--questions is {options.questions}; it must be at least 1", code="below-least")
     if options.groups < 0 or options.groups % 2 or options.groups > options.questions:
         wrong = f"--groups is {options.groups}; it must be even, to be halved, and at most --questions"
-        raise UsageError(f"{wrong}, {options.questions}")
+        raise UsageError(f"{wrong}, {options.questions}", code="too-few-questions")
     config = resolve("ppo", PpoConfig(), rest)
     sampling = {name for section in SECTIONS for name in vars(sections(config)[section])}
     passed = vars(build_parser("ppo", PpoConfig()).parse_known_args(rest)[0])
     for name in passed:
         if name not in sampling.union(SETTINGS):
-            raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it")
+            raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it", code="setting-unused")
     config.check_settings("ppo")
     check_required(config)
     if config.lora.no_lora:
-        raise UsageError("--no-lora has no adapter, whose gradients are measured: remove it")
+        raise UsageError("--no-lora has no adapter, whose gradients are measured: remove it", code="no-lora-gradients")
     reinforcement.check(config)
     return config, options
 
@@ -192,7 +192,7 @@ def sample_all(
                 groups.append(group_of(group, answers, number=len(groups)))
             rows.append(Row(question.id, greedy_answer, answers))
     if not rows:
-        raise R3LiteError("the retriever failed on every question", "Fix that, and try again.")
+        raise R3LiteError("the retriever failed on every question", "Fix that, and try again.", code="retriever-failed")
     halved = len(groups) // 2 * 2  # failures may have left an odd number
     return Sampled(rows, groups[:halved], failures)
 
@@ -242,7 +242,9 @@ def group_gradient(
     if learner.precision.scaler is not None:
         gradient /= learner.precision.scaler.get_scale()
     if not gradient.isfinite().all():
-        raise NotFinite("the gradient of a group is not finite", "Pass --dtype bf16 or fp32.")
+        raise NotFinite(
+            "the gradient of a group is not finite", "Pass --dtype bf16 or fp32.", code="gradients-not-finite"
+        )
     return gradient
 
 

@@ -16,7 +16,7 @@ def ask(config: AskConfig) -> None:
     """Answers --question, or without it the questions that are typed or piped."""
     question = config.ask.question
     if question is not None and not question.strip():
-        raise UsageError("the question is empty")
+        raise UsageError("the question is empty", code="question-empty")
 
     from r3lite.assembly.answering import build_engine, open_retriever
     from r3lite.assembly.asking import AskSession

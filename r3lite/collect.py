@@ -46,11 +46,16 @@ def check(config: CollectConfig) -> None:
     """Raises UsageError for settings of trajectories that contradict each other."""
     collect = config.collect
     if collect.source == "teacher" and config.judge.judge == "local":
-        raise UsageError("--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url")
+        raise UsageError(
+            "--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url", code="local-teacher"
+        )
     if collect.source == "self" and collect.num_generations > 1 and is_greedy(config.sampling.temperature):
-        raise UsageError("--temperature 0, or next to it, always samples the same episode: pass --num-generations 1")
+        raise UsageError(
+            "--temperature 0, or next to it, always samples the same episode: pass --num-generations 1",
+            code="greedy-samples",
+        )
     if collect.baseline != "none" and config.retrieval.retriever == "none":
-        raise UsageError("--baseline rag needs a retriever, but --retriever is none")
+        raise UsageError("--baseline rag needs a retriever, but --retriever is none", code="baseline-without-retriever")
 
 
 def write_trajectories(config: CollectConfig) -> None:
@@ -65,7 +70,7 @@ def write_trajectories(config: CollectConfig) -> None:
         tally = collecting.collect(config, output, earlier)
     print(f"{tally.table()}\nwritten to {output}")
     if not (tally.kept or tally.kept_earlier):
-        raise R3LiteError("no trajectory was kept", "The table above shows why.")
+        raise R3LiteError("no trajectory was kept", "The table above shows why.", code="nothing-collected")
 
 
 main = command.Command("collect", CollectConfig(), work=run, plan=plan).entry(__name__)

@@ -69,7 +69,7 @@ def examine(config: DoctorConfig) -> None:
     print(f"\n{seconds:.0f} s; written to {path}, without paths or names: attach it to bug reports")
     if report.failed:
         message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
-        raise R3LiteError(message, "See their lines for what to do.")
+        raise R3LiteError(message, "See their lines for what to do.", code="checks-failed")
 
 
 def listing(config: DoctorConfig) -> str:

@@ -17,7 +17,9 @@ def evaluate(config: EvaluateConfig) -> None:
         compare_predictions(config.evaluate.pairs, config.common.seed, config.common.output)
         return
     if not config.data.data:
-        raise UsageError("--data is missing: pass a question file in any supported format, or name,subset,split")
+        raise UsageError(
+            "--data is missing: pass a question file in any supported format, or name,subset,split", code="data-missing"
+        )
     check_baseline(config)
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     with sole_writer(output):
@@ -36,10 +38,14 @@ def check_baseline(config: EvaluateConfig) -> None:
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
     if opening.searches and config.retrieval.retriever == "none":
-        raise R3LiteError(f"--baseline {baseline} needs a retriever, but --retriever is none", "Pass another one.")
+        raise R3LiteError(
+            f"--baseline {baseline} needs a retriever, but --retriever is none",
+            "Pass another one.",
+            code="baseline-without-retriever",
+        )
     if opening.searches and not protocol.searches:
         cause = f"--baseline {baseline} needs a search, but --format {config.protocol.format} has none"
-        raise R3LiteError(cause, "Pass another --baseline or --format.")
+        raise R3LiteError(cause, "Pass another --baseline or --format.", code="baseline-without-searches")
 
 
 def plan(config: EvaluateConfig) -> str:

@@ -36,7 +36,7 @@ def export(config: ExportConfig) -> None:
     """Writes the export to --output, unless it is there, and with --push uploads it."""
     settings = config.export
     if config.common.output is None:
-        raise UsageError("--output is missing: pass a new folder")
+        raise UsageError("--output is missing: pass a new folder", code="output-missing")
     if FILES[settings.form]:
         with extra("gguf", "a GGUF file"):  # before the merge
             import gguf  # noqa: F401
@@ -54,7 +54,7 @@ def export(config: ExportConfig) -> None:
         if settings.push and already_exported:
             print(f"{output} was already exported, and is not changed")
         elif occupied:
-            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.")
+            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.", code="output-exists")
         else:
             from r3lite.assembly import exporter
 

@@ -36,12 +36,15 @@ def work(config: IndexConfig) -> None:
     output = config.common.output
     if settings.edits:
         if not output:
-            raise UsageError("--output is missing: pass the folder of the index to edit")
+            raise UsageError("--output is missing: pass the folder of the index to edit", code="output-missing")
         with sole_writer(output, folder=False):
             building.edit(settings, config.chunking, Path(output))
         return
     if not (settings.documents or settings.corpus):
-        raise UsageError("--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)")
+        raise UsageError(
+            "--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)",
+            code="corpus-missing",
+        )
     if collection_server(output or ""):
         building.fill(settings, config.chunking, output)
         return

@@ -33,12 +33,18 @@ def procedures(config: ProceduresConfig) -> None:
     path = config.procedures.procedures
     added_path = config.file.add
     if path is None:
-        raise UsageError("--procedures is missing: pass a JSON file of procedures; docs/procedures.md shows one")
+        raise UsageError(
+            "--procedures is missing: pass a JSON file of procedures; docs/procedures.md shows one",
+            code="procedures-missing",
+        )
     procedures = []
     if Path(path).exists() or not added_path:
         procedures = read_procedures(path)
     if added_path and Path(path).is_dir():
-        raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {added_path} into it")
+        raise UsageError(
+            f"--add writes into a file, and --procedures {path} is a folder: copy {added_path} into it",
+            code="procedures-is-folder",
+        )
     if added_path:
         procedures += add(path, procedures, added_path)
     if config.file.match:
@@ -60,7 +66,11 @@ def add(path: str, procedures: "list[Procedure]", added_path: str) -> "list[Proc
     added = read_procedures(added_path)
     for procedure in added:
         if folded(procedure.name) in names:
-            raise R3LiteError(f"{path} already has a procedure named {procedure.name}", "Rename one of them.")
+            raise R3LiteError(
+                f"{path} already has a procedure named {procedure.name}",
+                "Rename one of them.",
+                code="procedure-name-twice",
+            )
     write_text(path, to_json([*procedures, *added]))
     print(f"added {len(added)} to {path}")
     return added

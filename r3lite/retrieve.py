@@ -39,7 +39,10 @@ def retrieve(config: RetrieveConfig) -> None:
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError("--data is missing: pass a question file, or name,subset,split; or pass --query or --serve")
+        raise UsageError(
+            "--data is missing: pass a question file, or name,subset,split; or pass --query or --serve",
+            code="data-missing",
+        )
 
 
 def answer_queries(config: RetrieveConfig) -> None:
@@ -48,7 +51,10 @@ def answer_queries(config: RetrieveConfig) -> None:
     from r3lite.retrieval.server import serve
 
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError("--serve does not work with --context question, nor with --retriever golden or none")
+        raise UsageError(
+            "--serve does not work with --context question, nor with --retriever golden or none",
+            code="serve-without-index",
+        )
     token = token_of(config.retrieve.host)
     with listen(config.retrieve.host, config.retrieve.port) as listening:
         serve(read_setup(config, config.retrieval.top_k), listening, token)
@@ -72,13 +78,15 @@ def show_query(config: RetrieveConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
 
     if config.retrieval.context == "question" or config.retrieval.retriever == "golden":
-        raise UsageError("--query does not work with --context question or --retriever golden")
+        raise UsageError(
+            "--query does not work with --context question or --retriever golden", code="query-without-index"
+        )
     setup = read_setup(config, config.retrieval.top_k)
     query = config.retrieve.query
     question = Question("query", query, answers=())
     (outcome,) = build_retriever(setup)([(question, query)])
     if isinstance(outcome, Failure):
-        raise R3LiteError(f"the retriever failed: {outcome.reason}")
+        raise R3LiteError(f"the retriever failed: {outcome.reason}", code="retriever-failed")
     for rank, document in enumerate(outcome, 1):
         title = " ".join(document.title.split())
         text = " ".join(document.text.split())
@@ -102,7 +110,11 @@ def measure_recall(config: RetrieveConfig) -> None:
     questions = [question for question in setup.questions if question.gold]
     if not questions:
         remedy = "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file."
-        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs, which recall needs", remedy)
+        raise R3LiteError(
+            f"no question in {config.data.data} has gold paragraphs, which recall needs",
+            remedy,
+            code="no-gold-paragraphs",
+        )
     recall.measure(setup, questions, cuts, output)
     if config.retrieve.gap_report:
         recall.write_gaps(setup.documents, questions, cuts, Path(config.retrieve.gap_report))

@@ -18,7 +18,10 @@ CACHE = "judge-cache"
 def tune(config: TunePromptConfig) -> None:
     """Improves the prompt in the output folder, or goes on where an interrupted run was."""
     if config.judge.judge == "none":
-        raise UsageError("--judge is missing: pass the critic: gemini, openai, or local for a model on this device")
+        raise UsageError(
+            "--judge is missing: pass the critic: gemini, openai, or local for a model on this device",
+            code="critic-missing",
+        )
     output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
     with sole_writer(output):
         check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them

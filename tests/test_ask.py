@@ -160,7 +160,7 @@ def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
 
 def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch):
     def search(*_):
-        raise R3LiteError("the disk is gone")
+        raise R3LiteError("the disk is gone", code="broken")
 
     monkeypatch.setattr(PassageIndex, "search", search)
     shown = told(capsys, ["Where does Ada live?", *arguments]).out

@@ -80,7 +80,7 @@ def test_few_compiled_products_are_kept_unless_the_user_has_said_how_many(monkey
 
 def test_exit_codes(capsys):
     assert run(lambda config: None) == 0
-    assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
+    assert run(raising(R3LiteError("the disk is full", "Make room.", code="broken"))) == 1
     assert run(raising(KeyboardInterrupt())) == 130
     assert run(raising(Terminated())) == 143
     assert run(lambda config: None, "--lora-r", "x") == 2

@@ -187,7 +187,9 @@ def test_no_path_and_no_name_of_the_user_is_told(planted, checks, monkeypatch, c
 
     def unreadable(precision):
         raise R3LiteError(
-            f"{planted / 'model' / 'config.json'} cannot be read", f"Ask {USER} on {HOST} about {inside}."
+            f"{planted / 'model' / 'config.json'} cannot be read",
+            f"Ask {USER} on {HOST} about {inside}.",
+            code="broken",
         )
 
     def windows(precision):

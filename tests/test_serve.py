@@ -211,7 +211,7 @@ def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
         broken = prepared[0].transcript
         if asks[0].text == "broken":
             answering.iterate()
-            broken.error = NotFinite("question 0: the model's logits are not finite")
+            broken.error = NotFinite("question 0: the model's logits are not finite", code="broken")
         ended = []
         while answering.growing:
             ended += answering.iterate()

@@ -124,7 +124,11 @@ class AnswerSampler(RoundSampler):
             cause = (
                 f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
             )
-            raise R3LiteError(cause, "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.")
+            raise R3LiteError(
+                cause,
+                "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.",
+                code="no-complete-contexts",
+            )
         return drawn, contexts[:size]
 
 
@@ -140,21 +144,33 @@ def check(config: PpoConfig) -> None:
         return
     if not learns_from_ends(ALGORITHMS[rl.algorithm]):
         names = ", ".join(name for name, algorithm in ALGORITHMS.items() if learns_from_ends(algorithm))
-        raise UsageError(f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}")
+        raise UsageError(
+            f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}",
+            code="ends-not-compared",
+        )
     if config.retrieval.retriever == "none":
-        raise UsageError("--learn answer needs retrieved documents, but --retriever is none")
+        raise UsageError(
+            "--learn answer needs retrieved documents, but --retriever is none", code="answers-without-documents"
+        )
     if not any(protocol.searches for protocol in protocols_of(config.protocol, config.mixture).values()):
-        raise UsageError(f"--learn answer needs a --format that searches, which {config.protocol.format} does not")
+        raise UsageError(
+            f"--learn answer needs a --format that searches, which {config.protocol.format} does not",
+            code="answers-without-searches",
+        )
     if config.remote.rollout_server:
-        raise UsageError("--learn answer does not work with --rollout-server: remove one")
+        raise UsageError("--learn answer does not work with --rollout-server: remove one", code="answers-from-workers")
     if rl.expand_limit or rl.refill_limit:
         name = "expand_limit" if rl.expand_limit else "refill_limit"
-        raise UsageError(f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0")
+        raise UsageError(
+            f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0", code="answers-with-setting"
+        )
     if not config.reward.outcome_em:
-        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0")
+        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0", code="answers-unrewarded")
     for name in UNPAID_FOR_ANSWERS:
         if getattr(config.reward, name):
-            raise UsageError(f"--learn answer rewards exact match alone: remove {flag(name)}")
+            raise UsageError(
+                f"--learn answer rewards exact match alone: remove {flag(name)}", code="answers-reward-em-alone"
+            )
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:
@@ -170,4 +186,8 @@ def check_questions(config: PpoConfig, questions: list[Question]) -> None:
     count = sum(not question.gold for question in questions)
     if count:
         cause = f"--learn answer needs gold paragraphs, but {count} of {len(questions)} questions have none"
-        raise R3LiteError(cause, "Pass questions with supporting facts or paragraphs, or --learn episode.")
+        raise R3LiteError(
+            cause,
+            "Pass questions with supporting facts or paragraphs, or --learn episode.",
+            code="answers-without-paragraphs",
+        )

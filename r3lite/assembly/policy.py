@@ -211,9 +211,11 @@ def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Trai
     """Returns a policy of which all weights are trained: each layer's are changed within the backward pass."""
     if training.ranks.size > 1:
         cause = f"--no-lora trains in one process, but torchrun started {training.ranks.size}"
-        raise R3LiteError(cause, "Start it without torchrun, or remove --no-lora.")
+        raise R3LiteError(cause, "Start it without torchrun, or remove --no-lora.", code="no-lora-processes")
     if precision.scaler is not None:
-        raise R3LiteError("--no-lora does not work in fp16", "Pass --dtype bf16 or fp32, or remove --no-lora.")
+        raise R3LiteError(
+            "--no-lora does not work in fp16", "Pass --dtype bf16 or fp32, or remove --no-lora.", code="no-lora-fp16"
+        )
     settings = training.optimizer
     optimizer = AdamW8(
         dict(model.named_parameters()),
@@ -260,12 +262,14 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
     if ids > config.vocab_size:
         limit = f"vocab_size in config.json is {config.vocab_size}"
         cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, but {limit}"
-        raise R3LiteError(cause, "Copy tokenizer.json and config.json from the same model.")
+        raise R3LiteError(
+            cause, "Copy tokenizer.json and config.json from the same model.", code="tokenizer-beyond-embedding"
+        )
     max_length = config.max_position_embeddings
     if longest > max_length:
         limit = f"max_position_embeddings in {folder / 'config.json'} is {max_length}"
         cause = f"rows have up to {longest} tokens, but {limit}"
-        raise R3LiteError(cause, f"Pass --max-length {max_length} or less.")
+        raise R3LiteError(cause, f"Pass --max-length {max_length} or less.", code="rows-beyond-positions")
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
@@ -277,7 +281,7 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     if fingerprint and trained_on and trained_on != fingerprint:
         cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
         remedy = "Pass the --model that it was trained on, or another adapter."
-        raise R3LiteError(f"{cause}; --model {settings.model} has {fingerprint}", remedy)
+        raise R3LiteError(f"{cause}; --model {settings.model} has {fingerprint}", remedy, code="base-differs")
 
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
@@ -336,7 +340,11 @@ def _check_shape(adapter: str, training: Training) -> None:
             is_equal = set(setting) == set(value)
         if name in training.set_by_user and not is_equal:
             remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
-            raise R3LiteError(f"{flag(name)} is {setting}, but the adapter {adapter} has {value}", remedy)
+            raise R3LiteError(
+                f"{flag(name)} is {setting}, but the adapter {adapter} has {value}",
+                remedy,
+                code="adapter-setting-differs",
+            )
 
 
 def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
@@ -359,6 +367,7 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
             f"--compile failed: {str(error).strip().partition(chr(10))[0]}",
             "Remove --compile. If an earlier run was killed during compilation, delete PyTorch's kernel cache: "
             "TORCHINDUCTOR_CACHE_DIR, by default torchinductor_USER in the folder of temporary files.",
+            code="compile-failed",
         ) from error
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 

@@ -104,7 +104,9 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
     """Runs RL in its run folder, from the first round or from a checkpoint."""
     check(config)
     if config.remote.rollout_server and ranks.size > 1:
-        raise UsageError("--rollout-server needs a run in one process: start it without torchrun")
+        raise UsageError(
+            "--rollout-server needs a run in one process: start it without torchrun", code="workers-with-processes"
+        )
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
     with RunFolder("ppo", config, output, (EPISODES,), ranks=ranks) as run:
         trainer, validation = build_trainer(config, run=run, ranks=ranks)
@@ -208,7 +210,9 @@ def read_questions(config: PpoConfig) -> list[Question]:
     rl_questions.warn_of_questions(config, questions)
     if config.rl.expand_limit and not any(question.gold for question in questions):
         cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
-        raise R3LiteError(cause, "Remove it, or train on questions with supporting facts.")
+        raise R3LiteError(
+            cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
+        )
     answer_round.check_questions(config, questions)
     return questions
 
@@ -229,11 +233,11 @@ def check(config: PpoConfig) -> None:
     """Raises UsageError if settings contradict each other."""
     if is_greedy(config.sampling.temperature):
         cause = f"--temperature is {config.sampling.temperature:g}: all episodes of a question would be the same"
-        raise UsageError(f"{cause}; pass 1, or a little less")
+        raise UsageError(f"{cause}; pass 1, or a little less", code="greedy-samples")
     check_searches(config)
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
-            raise UsageError(f"{flag(name)} needs --data, without [[sources]]")
+            raise UsageError(f"{flag(name)} needs --data, without [[sources]]", code="setting-with-sources")
     algorithms.check(config.rl, config.set_by_user, config.lengths)
     rl_guidance.check(config)
     answer_round.check(config)
@@ -253,10 +257,16 @@ def check_searches(config: PpoConfig) -> None:
     one_query = all(protocol.most_queries == 1 and not protocol.names_sources for protocol in protocols_in_use)
     searches = config.reward.least_searches
     if one_query and searches > config.lengths.max_hops:
-        raise UsageError(f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}")
+        raise UsageError(
+            f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}",
+            code="searches-beyond-hops",
+        )
     if any(protocol.searches for protocol in protocols_in_use):
         return
     searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:
         place = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
-        raise UsageError(f"--rewards has {searching_rewards[0]}, which needs searches, but {place} any")
+        raise UsageError(
+            f"--rewards has {searching_rewards[0]}, which needs searches, but {place} any",
+            code="reward-without-searches",
+        )

@@ -56,13 +56,21 @@ def check(config: PpoConfig) -> None:
     if not config.remote.max_staleness:
         return
     if rl.importance_cap is None:
-        raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2")
+        raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2", code="stale-without-cap")
     if ALGORITHMS[rl.algorithm].has_replay:
-        raise UsageError(f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0")
+        raise UsageError(
+            f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0", code="stale-replay"
+        )
     if rl.kl_budget:
-        raise UsageError("--max-staleness 1 does not work with --kl-budget, which measures the last update: pass 0")
+        raise UsageError(
+            "--max-staleness 1 does not work with --kl-budget, which measures the last update: pass 0",
+            code="stale-kl-budget",
+        )
     if config.validation.eval_data and config.guard.guard == "roll-back":
-        raise UsageError("--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn")
+        raise UsageError(
+            "--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn",
+            code="stale-rollback",
+        )
 
 
 def plan(config: PpoConfig) -> str:
@@ -131,4 +139,4 @@ def _server(
         return RolloutWorker(link, facts, local.layout_of)
     if "version" in version:
         return VllmServer(link, config, layout_of=local.layout_of, output=output)
-    raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
+    raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY, code="not-a-worker")

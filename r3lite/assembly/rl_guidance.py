@@ -31,15 +31,22 @@ def check(config: PpoConfig) -> None:
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
-        raise UsageError(f"--traces is missing: {rl.algorithm} needs a file of a teacher's traces")
+        raise UsageError(
+            f"--traces is missing: {rl.algorithm} needs a file of a teacher's traces", code="traces-missing"
+        )
     if not algorithm.has_traces and not algorithm.has_replay:
         return
     if changing_weights(config.reward, 1):
         cause = f"{rl.algorithm} reuses the rewards of earlier rounds"
-        raise UsageError(f"{cause}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0")
+        raise UsageError(
+            f"{cause}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0",
+            code="curriculum-weights",
+        )
     if not highest_outcome(config.reward):
         cause = f"{rl.algorithm} needs a reward for correct answers"
-        raise UsageError(f"{cause}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
+        raise UsageError(
+            f"{cause}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0", code="guidance-unrewarded"
+        )
 
 
 def traces_of(config: PpoConfig) -> list[Trajectory]:
@@ -109,7 +116,11 @@ def usable_traces(
         if count:
             message += f"; {count} {reason}"
     if not best:
-        raise R3LiteError(f"--traces {config.rl.traces}: {message}", "Pass traces with correct answers to --data.")
+        raise R3LiteError(
+            f"--traces {config.rl.traces}: {message}",
+            "Pass traces with correct answers to --data.",
+            code="traces-useless",
+        )
     print(message, file=sys.stderr)
     return best
 

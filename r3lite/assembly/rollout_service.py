@@ -125,7 +125,10 @@ class RolloutService:
     def _receive(self, adapter: AdapterFiles, version: str) -> dict:
         """Switches an adapter on, unless it is of another base, or its hash is not the `version` that was sent."""
         if adapter.version != version:
-            raise R3LiteError(f"the adapter was damaged in transfer: its hash is {adapter.version}, not {version}")
+            raise R3LiteError(
+                f"the adapter was damaged in transfer: its hash is {adapter.version}, not {version}",
+                code="adapter-damaged",
+            )
         if version != self.version:
             self._switch_to(adapter)
         return {"adapter": self.version}
@@ -138,7 +141,7 @@ class RolloutService:
             name, base = lora.read_base(folder)
             if base != self.facts["--model"]:
                 cause = f"the adapter was trained on another base: {name} with the fingerprint {base}"
-                raise R3LiteError(f"{cause}; the worker's --model has {self.facts['--model']}")
+                raise R3LiteError(f"{cause}; the worker's --model has {self.facts['--model']}", code="base-differs")
             lora.load_adapter(model, adapter.version, folder, trainable=False)
         lora.set_adapter(model, adapter.version)
         if self.version:

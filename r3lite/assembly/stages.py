@@ -84,7 +84,9 @@ def output_of(config: QuickstartConfig) -> Path:
     them."""
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"--output {out} exists and is not an empty folder", "Pass a new folder.")
+        raise R3LiteError(
+            f"--output {out} exists and is not an empty folder", "Pass a new folder.", code="output-not-empty"
+        )
     return out
 
 

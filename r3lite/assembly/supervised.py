@@ -116,7 +116,9 @@ class SFTTrainer:
         if self.policy.full and len(micro_batches) > 1:  # each pass changes the weights
             passes = len(micro_batches)
             cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
-            raise R3LiteError(cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.")
+            raise R3LiteError(
+                cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
+            )
         shares: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             self.last_micro_batch = micro_batch
@@ -137,7 +139,9 @@ class SFTTrainer:
             if not self.policy.precision.changed_weights:
                 raise  # it can be tried again
             remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
-            raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
+            raise R3LiteError(
+                f"memory ran out in the middle of an update ({error})", remedy, code="memory-mid-update"
+            ) from error
 
     def loss(self, rows: list[Row]) -> Tensor:
         """Returns the summed cross-entropy [] of the rows' trained tokens, in nats; hidden state t - 1 predicts
@@ -249,7 +253,11 @@ def build_trainer(
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
-        raise R3LiteError("--no-lora needs rows of one source per step", "Pass --batch-size 1, or remove --no-lora.")
+        raise R3LiteError(
+            "--no-lora needs rows of one source per step",
+            "Pass --batch-size 1, or remove --no-lora.",
+            code="no-lora-sources",
+        )
     encoded = encode_rows_of(rows, layouts)
     held_out = encode_fitting(validation, layouts)
     steps, _ = config.length(len(encoded))

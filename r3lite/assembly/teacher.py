@@ -147,7 +147,11 @@ class CachedTeacher:
         start = row.first(len(prompt.tokens))
         if start.tokens != prompt.tokens or any(start.action_mask):
             cause = f"the cached trajectory of question {question} has another prompt than its episodes"
-            raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompts and questions.")
+            raise R3LiteError(
+                cause,
+                "Collect the log-probabilities with this run's --format, prompts and questions.",
+                code="lesson-prompt-differs",
+            )
         trajectory = Rollout.with_final_reward(row, reward=rollout.total, group=rollout.group)
         return replace(trajectory, failed=True, teacher=lesson.teacher, signal=rollout.signal)
 
@@ -167,7 +171,7 @@ def build_teacher(
     folder = weights.resolve_folder(rl.teacher)
     if Tokenizer.load(folder).fingerprint != tokenizer.fingerprint:
         cause = f"the teacher {rl.teacher} and the policy {config.model.model} have different tokenizers"
-        raise R3LiteError(cause, "Pass a --teacher of the policy's model family.")
+        raise R3LiteError(cause, "Pass a --teacher of the policy's model family.", code="teacher-tokenizer-differs")
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         settings = ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter)
@@ -192,7 +196,9 @@ def _cached_teacher(
     count = sum(question.id in lessons for question in questions)
     if not count:
         cause = f"{folder} has no trajectory for any of the {len(questions)} questions"
-        raise R3LiteError(cause, "Collect log-probabilities for trajectories of the questions in --data.")
+        raise R3LiteError(
+            cause, "Collect log-probabilities for trajectories of the questions in --data.", code="lessons-absent"
+        )
     print(f"teacher: {folder} has trajectories for {count} of {len(questions)} questions", file=sys.stderr)
     return CachedTeacher(lessons)
 

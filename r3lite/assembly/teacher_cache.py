@@ -76,7 +76,11 @@ def write_cache(config: CollectConfig) -> None:
 def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
     """Returns the ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
     if any(isinstance(row, Conversation) for row in trajectories):
-        raise R3LiteError("--data has conversations", "Pass trajectories, which have steps, to --teacher-logprobs.")
+        raise R3LiteError(
+            "--data has conversations",
+            "Pass trajectories, which have steps, to --teacher-logprobs.",
+            code="teacher-conversations",
+        )
     questions = []
     rows = []
     for trajectory in trajectories:
@@ -89,5 +93,5 @@ def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) 
         longest = layout.lengths.max_length
         print(f"left out {left_out} of {len(trajectories)} trajectories, longer than {longest} tokens", file=sys.stderr)
     if not rows:
-        raise R3LiteError("no trajectory fits", "Raise --max-length.")
+        raise R3LiteError("no trajectory fits", "Raise --max-length.", code="no-trajectory-fits")
     return questions, rows

@@ -86,13 +86,13 @@ class Command:
             if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
                 raise
             remedy = "Check the disk space and the permissions of the path, or pass another --output."
-            return self._fail(R3LiteError(str(error), remedy))
+            return self._fail(R3LiteError(str(error), remedy, code="system-error"))
         except RuntimeError as error:
             torch = sys.modules.get("torch")
             if torch is None or not isinstance(error, torch.OutOfMemoryError):
                 raise
             remedy = "Pass a smaller --vram-budget, or close other programs that use the GPU."
-            return self._fail(R3LiteError(str(error).splitlines()[0], remedy))
+            return self._fail(R3LiteError(str(error).splitlines()[0], remedy, code="device-memory"))
         except KeyboardInterrupt:
             say_error("\ninterrupted")
             return INTERRUPTED
@@ -107,7 +107,9 @@ class Command:
         processes = world().size
         if processes > 1 and self.name not in DISTRIBUTED:
             alone = f"torchrun has started {processes} processes, and {self.name} is one: python -m r3lite.{self.name}"
-            raise UsageError(f"{alone}. Only {' and '.join(DISTRIBUTED)} can run in several")
+            raise UsageError(
+                f"{alone}. Only {' and '.join(DISTRIBUTED)} can run in several", code="processes-unsupported"
+            )
         if config.common.dry_run:
             print(describe(config))
             if self.plan:

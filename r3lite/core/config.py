@@ -35,11 +35,11 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         if self.low is not None and value < self.low:
-            raise UsageError(f"{name} is {value}; it must be at least {self.low}")
+            raise UsageError(f"{name} is {value}; it must be at least {self.low}", code="below-least")
         if self.above is not None and value <= self.above:
-            raise UsageError(f"{name} is {value}; it must be greater than {self.above}")
+            raise UsageError(f"{name} is {value}; it must be greater than {self.above}", code="not-above")
         if self.high is not None and value > self.high:
-            raise UsageError(f"{name} is {value}; it must be at most {self.high}")
+            raise UsageError(f"{name} is {value}; it must be at most {self.high}", code="beyond-most")
 
 
 class Origin(enum.Enum):
@@ -198,7 +198,7 @@ class Kind:
         if self.choices:
             if value not in self.choices:
                 choices = ", ".join(self.choices) + nearest(str(value), self.choices)
-                raise UsageError(f"{name} is {value!r}; choose from {choices}")
+                raise UsageError(f"{name} is {value!r}; choose from {choices}", code="unknown-choice")
             return value
         return self._converted_scalar(name, value)
 
@@ -207,11 +207,11 @@ class Kind:
         if isinstance(value, str):
             items = [item.strip() for item in value.split(",") if item.strip()]
         if not isinstance(items, (list, tuple)):
-            raise UsageError(f"{name} is {value!r}; it must be a list")
+            raise UsageError(f"{name} is {value!r}; it must be a list", code="not-a-list")
         if self.count is None and not items:
-            raise UsageError(f"{name} has 0 values; it must have at least one")
+            raise UsageError(f"{name} has 0 values; it must have at least one", code="wrong-count")
         if self.count is not None and len(items) != self.count:
-            raise UsageError(f"{name} has {len(items)} values; it must have {self.count}")
+            raise UsageError(f"{name} has {len(items)} values; it must have {self.count}", code="wrong-count")
         kind_of_item = dataclasses.replace(self, count=1)
         return tuple(kind_of_item.convert(name, item) for item in items)
 
@@ -229,7 +229,7 @@ class Kind:
         except (TypeError, ValueError, OverflowError):
             # A type of settings says in its docstring what its values must be.
             wanted = WANTED.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
-            raise UsageError(f"{name} is {value!r}; it must be {wanted}") from None
+            raise UsageError(f"{name} is {value!r}; it must be {wanted}", code="wrong-type") from None
         if self.bounds:
             self.bounds.check(name, value)
         return value
@@ -256,4 +256,4 @@ def check_required(config: Any) -> None:
                 if not isinstance(trait, Required):
                     continue
                 if not any(values.get(way) for way in (name, *trait.instead)):
-                    raise UsageError(f"{flag(name)} is missing: {trait.hint}")
+                    raise UsageError(f"{flag(name)} is missing: {trait.hint}", code="setting-missing")

@@ -50,11 +50,13 @@ def refuse_another_run(config_file: Path, command: str, config: Any, output: Pat
     remedy = "Pass another --output; this one is not changed."
     table = load_toml(config_file).get(command)
     if not isinstance(table, dict):
-        raise R3LiteError(f"{output} is not a run of {command}: {config_file} has no [{command}]", remedy)
+        raise R3LiteError(
+            f"{output} is not a run of {command}: {config_file} has no [{command}]", remedy, code="not-a-run"
+        )
     earlier = _as_json(with_values(config, table, f"{config_file}: "))
     if changed := changes(earlier, config, free):
         cause = f"{output} is from another run of {command}: {changed}"
-        raise R3LiteError(cause, f"Pass --config {config_file}. Or: {remedy}")
+        raise R3LiteError(cause, f"Pass --config {config_file}. Or: {remedy}", code="other-run")
 
 
 def refuse_other_inputs(earlier: dict[str, str], current: dict[str, str], remedy: str) -> None:
@@ -64,7 +66,9 @@ def refuse_other_inputs(earlier: dict[str, str], current: dict[str, str], remedy
     """
     changed = [name for name, fingerprint in current.items() if earlier.get(name, fingerprint) != fingerprint]
     if changed:
-        raise R3LiteError(f"what the run reads has changed since it started: {', '.join(changed)}", remedy)
+        raise R3LiteError(
+            f"what the run reads has changed since it started: {', '.join(changed)}", remedy, code="inputs-changed"
+        )
 
 
 def check_output(
@@ -81,6 +85,6 @@ def check_output(
     foreign = names.difference(allowed)
     if CONFIG not in names or (allowed and foreign):
         cause = f"--output {output} is not an empty folder: it holds {min(foreign or names)}"
-        raise R3LiteError(cause, f"Pass another folder, such as {output / command}.")
+        raise R3LiteError(cause, f"Pass another folder, such as {output / command}.", code="output-not-empty")
     refuse_another_run(output / CONFIG, command, config, output, free)
     return names

@@ -8,18 +8,27 @@ from collections.abc import Iterable, Iterator
 class R3LiteError(Exception):
     """Reports a foreseeable failure: what went wrong, and what the user can do about it.
 
-    Commands print both lines without a traceback and exit with status 1.
+    Commands print both lines without a traceback and exit with status 1. `code` is a short name of the failure, which
+    stays when the sentence is rewritten: programs and tests compare it.
     """
 
-    def __init__(self, cause: str, remedy: str = ""):
+    def __init__(self, cause: str, remedy: str = "", *, code: str):
         message = f"{cause}\n  {remedy}" if remedy else cause
         super().__init__(message)
         self.cause = cause
         self.remedy = remedy
+        self.code = code
 
 
 class UsageError(Exception):
-    """Reports a bad flag, key or value in one line, with exit status 2."""
+    """Reports a bad flag, key or value in one line, with exit status 2.
+
+    `code` is as in R3LiteError.
+    """
+
+    def __init__(self, message: str, *, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class NotFinite(R3LiteError):
@@ -33,7 +42,9 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str) -> Iterator[None]:
+def explained(
+    kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str, *, code: str
+) -> Iterator[None]:
     """Turns exceptions of these kinds into an R3LiteError: `cause`, followed by their message, and `remedy`."""
     try:
         yield
@@ -42,7 +53,7 @@ def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, 
             message = error.cause
         else:
             message = " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy) from error
+        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy, code=code) from error
 
 
 @contextlib.contextmanager
@@ -56,4 +67,4 @@ def extra(name: str, feature: str, instead: str = "") -> Iterator[None]:
     except ImportError as error:
         cause = f"{feature} needs the package {error.name}, which is not installed"
         remedy = f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip()
-        raise R3LiteError(cause, remedy) from error
+        raise R3LiteError(cause, remedy, code="package-missing") from error

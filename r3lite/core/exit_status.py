@@ -25,4 +25,4 @@ def check_status(status: int, cause: str, remedy: str = "") -> None:
     if status == TERMINATED:
         raise Terminated
     if status:
-        raise R3LiteError(f"{cause} with status {status}", remedy)
+        raise R3LiteError(f"{cause} with status {status}", remedy, code="command-failed")

@@ -124,7 +124,7 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
-        raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.")
+        raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.", code="not-a-folder")
     lock_file = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
     new_folders = [parent for parent in lock_file.parents if not parent.exists()]  # the innermost first
     try:
@@ -141,7 +141,7 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
     """Holds the lock on a file, which has this process's number meanwhile and is removed at the end."""
     from filelock import FileLock, Timeout  # only those who write wait for this import
 
-    with explained(OSError, f"{output} cannot be written", "Pass another output."):
+    with explained(OSError, f"{output} cannot be written", "Pass another output.", code="output-unwritable"):
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         lock_file.touch()
     lock = FileLock(
@@ -156,9 +156,13 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
     except Timeout:
         holder = _holder_of(lock_file)
         pid = f" (pid {holder})" if holder else ""
-        raise R3LiteError(f"another process{pid} writes to {output}", "Wait, or pass another output.") from None
+        raise R3LiteError(
+            f"another process{pid} writes to {output}", "Wait, or pass another output.", code="output-in-use"
+        ) from None
     except PermissionError as error:  # another user's file
-        raise R3LiteError(f"{output} cannot be written: {error}", "Pass another output.") from error
+        raise R3LiteError(
+            f"{output} cannot be written: {error}", "Pass another output.", code="output-unwritable"
+        ) from error
     except OSError as error:  # a file system without locks, such as some network drives
         print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
     try:
@@ -175,7 +179,9 @@ def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
         os.write(descriptor, f"\n{os.getpid()}\n".encode())
     except OSError as error:
         _remove_lock_file(lock_file)
-        raise R3LiteError(f"{output} cannot be written: {error}", "Free some disk space.") from error
+        raise R3LiteError(
+            f"{output} cannot be written: {error}", "Free some disk space.", code="output-unwritable"
+        ) from error
 
 
 def _holder_of(lock_file: Path) -> str:
@@ -306,7 +312,9 @@ def own_records(
     for number, line in enumerate(lines, 1):
         record = _object(line)
         if line.strip() and (record is None or not is_ours(record)):
-            raise R3LiteError(f"{path} exists, and its line {number} was not written by {writer}", remedy)
+            raise R3LiteError(
+                f"{path} exists, and its line {number} was not written by {writer}", remedy, code="foreign-line"
+            )
         if record is not None:
             records.append(record)
     return records, torn
@@ -322,7 +330,7 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, conf
     remedy = "Pass another --output, or move the file away."
     records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
     if torn and not (records or confirmed):
-        raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
+        raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy, code="foreign-line")
     if torn:
         os.truncate(path, path.stat().st_size - len(torn))
         print(f"{path}: removed the incomplete last line", file=sys.stderr)
@@ -347,27 +355,29 @@ def _object(line: bytes) -> dict | None:
 
 def check_regular(path: str | Path, remedy: str) -> None:
     """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
-    with explained((OSError, ValueError), f"{path} cannot be read", remedy):  # ValueError: a name that no file can have
+    with explained(
+        (OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"
+    ):  # ValueError: a name that no file can have
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
-        raise R3LiteError(f"{path} is a {kind}, not a file", remedy)
+        raise R3LiteError(f"{path} is a {kind}, not a file", remedy, code="not-a-file")
 
 
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
     """Returns a file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
     check_regular(path, remedy)
-    with explained(OSError, f"{path} cannot be read", remedy):
+    with explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"):
         return open(path, "rb")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
     """Returns the text of a UTF-8 file of at most MAX_TEXT bytes, without a byte order mark, as editors may write."""
-    unreadable = explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy)
+    unreadable = explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy, code="file-unreadable")
     with open_regular(path, remedy) as file, unreadable:
         content = file.read(MAX_TEXT + 1)
         if len(content) > MAX_TEXT:
-            raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
+            raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy, code="file-too-large")
         return content.decode("utf-8-sig")
 
 
@@ -382,14 +392,17 @@ def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
     try:
         return parse(text)
     except InvalidRecord as error:
-        raise InvalidRecord(f"{where}: {error.cause}", remedy) from error
+        raise InvalidRecord(f"{where}: {error.cause}", remedy, code=error.code) from error
 
 
 def read_jsonl(
     path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
 ) -> Iterator[Record]:
     """Yields the object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
-    with open_regular(path, remedy) as file, explained(OSError, f"{path} cannot be read", remedy):
+    with (
+        open_regular(path, remedy) as file,
+        explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"),
+    ):
         lines = iter(lambda: file.readline(MAX_TEXT), b"")
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -398,7 +411,7 @@ def read_jsonl(
                 continue
             source = Source(f"{path}, line {number}", remedy)
             if len(line) == MAX_TEXT:  # what follows is not the next line
-                raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy)
+                raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy, code="line-too-long")
             try:
                 record = Record(within(source.where, remedy, line), source)
             except InvalidRecord as bad:

@@ -43,9 +43,9 @@ def check_texts(values: dict[str, Any], where: str = "") -> None:
 
 def _check_text(name: str, text: str) -> None:
     if not text:
-        raise UsageError(f"{name} is empty; is a shell variable unset? (`none` unsets a setting)")
+        raise UsageError(f"{name} is empty; is a shell variable unset? (`none` unsets a setting)", code="setting-empty")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise UsageError(f"{name} is {text!a}, which contains NUL or bytes that are not UTF-8")
+        raise UsageError(f"{name} is {text!a}, which contains NUL or bytes that are not UTF-8", code="setting-not-text")
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
@@ -66,9 +66,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path, ""))
     except R3LiteError as error:
-        raise UsageError(error.cause) from None
+        raise UsageError(error.cause, code=error.code) from None
     except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_toml(path: Path, command: str, allowed: Collection[str]) -> FileSetting
     shared = {key: value for key, value in content.items() if key not in tables}
     for table in tables:
         if table not in COMMANDS:
-            raise UsageError(f"{path}: unknown table [{table}]{nearest(table, COMMANDS)}")
+            raise UsageError(f"{path}: unknown table [{table}]{nearest(table, COMMANDS)}", code="unknown-table")
     known_names = all_settings()
     _check_keys(shared, known_names, where=f"{path}")
     for table, values in tables.items():
@@ -106,7 +106,7 @@ def _check_keys(values: dict[str, Any], names: Collection[str], where: str, tabl
     for key in values:
         if key not in names:
             in_table = f" in [{table}]" if table else ""
-            raise UsageError(f"{where}: unknown key {key!r}{in_table}{nearest(key, names)}")
+            raise UsageError(f"{where}: unknown key {key!r}{in_table}{nearest(key, names)}", code="unknown-key")
 
 
 def to_toml(config: Any, command: str) -> str:
@@ -132,7 +132,7 @@ def to_toml(config: Any, command: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UsageError(message)
+        raise UsageError(message, code="toml-damaged")
 
 
 def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
@@ -181,7 +181,9 @@ def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
     namespace, unknown = build_parser(command, default).parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown argument {unknown[0]}{nearest(word, map(flag, flat(default)))}")
+        raise UsageError(
+            f"unknown argument {unknown[0]}{nearest(word, map(flag, flat(default)))}", code="unknown-argument"
+        )
     flags = vars(namespace)
     check_texts(flags)
     return flags
@@ -191,7 +193,10 @@ def _read_preset(preset: str, table: str) -> dict[str, Any]:
     """Returns the settings that a built-in preset has for a command."""
     presets = sorted(path.stem for path in shipped("presets").glob("*.toml"))
     if preset not in presets:
-        raise UsageError(f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}")
+        raise UsageError(
+            f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}",
+            code="unknown-preset",
+        )
     return read_toml(shipped("presets", f"{preset}.toml"), table, all_settings()).values
 
 

@@ -42,7 +42,9 @@ def token_in(name: str) -> str | None:
     token = os.environ.get(name, "").strip()
     if not (token.isascii() and token.isprintable()):
         cause = f"{name} has characters that no HTTP header can carry"
-        raise R3LiteError(cause, "Use letters and digits, such as the output of: openssl rand -hex 24")
+        raise R3LiteError(
+            cause, "Use letters and digits, such as the output of: openssl rand -hex 24", code="token-not-ascii"
+        )
     return token or None
 
 
@@ -51,9 +53,13 @@ def token_of(host: str) -> str | None:
     token = token_in(TOKEN)
     if token is None and not is_loopback(host):
         remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
-        raise R3LiteError(f"--host {host} can be reached from other machines, but {TOKEN} is not set", remedy)
+        raise R3LiteError(
+            f"--host {host} can be reached from other machines, but {TOKEN} is not set", remedy, code="token-missing"
+        )
     if token is not None and len(token) < SHORTEST_TOKEN:
-        raise R3LiteError(f"{TOKEN} is too short", f"It must have at least {SHORTEST_TOKEN} characters.")
+        raise R3LiteError(
+            f"{TOKEN} is too short", f"It must have at least {SHORTEST_TOKEN} characters.", code="token-short"
+        )
     return token
 
 
@@ -67,7 +73,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at an address; R3LiteError if it is taken or not of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remedy = "Pass another --port or --host; --port 0 takes any free port."
-    with explained(OSError, f"cannot listen on {host}, port {port}", remedy):
+    with explained(OSError, f"cannot listen on {host}, port {port}", remedy, code="cannot-listen"):
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 

@@ -52,12 +52,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(values) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         duplicate = next(key for key, count in counts.items() if count > 1)
-        raise InvalidRecord(f"duplicate key {shown(duplicate)}")
+        raise InvalidRecord(f"duplicate key {shown(duplicate)}", code="duplicate-key")
     return values
 
 
 def _constant(name: str) -> NoReturn:
-    raise InvalidRecord(f"{name} is not a JSON number")
+    raise InvalidRecord(f"{name} is not a JSON number", code="not-a-json-number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
@@ -69,11 +69,11 @@ def parse(text: str | bytes) -> Any:
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
-            raise InvalidRecord(f"not UTF-8: {error}") from error
+            raise InvalidRecord(f"not UTF-8: {error}", code="not-utf8") from error
     start = len(text) - len(text.lstrip(" \t\r\n"))
     value, end = parse_at(text, start)
     if text[end:].strip(" \t\r\n"):
-        raise InvalidRecord(f"not JSON: extra data at character {end}")
+        raise InvalidRecord(f"not JSON: extra data at character {end}", code="json-trailing")
     return value
 
 
@@ -92,18 +92,18 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     except InvalidRecord:
         raise
     except RecursionError:
-        raise InvalidRecord(f"nested more than {MAX_DEPTH} deep") from None
+        raise InvalidRecord(f"nested more than {MAX_DEPTH} deep", code="json-too-deep") from None
     except json.JSONDecodeError as error:
-        raise InvalidRecord(f"not JSON: {error}") from error
+        raise InvalidRecord(f"not JSON: {error}", code="not-json") from error
     except ValueError:  # Python's limit on the digits of a whole number
-        raise InvalidRecord("a number has too many digits") from None
+        raise InvalidRecord("a number has too many digits", code="json-digits") from None
     has_escape = text.find("\\u", start, end) >= 0  # quick, as a slice of a large text is not
     if has_escape and re.search(r"\\u[dD]", text[start:end]):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise InvalidRecord(f"contains half of a surrogate pair ({half!a})") from None
+            raise InvalidRecord(f"contains half of a surrogate pair ({half!a})", code="surrogate") from None
     return value, end
 
 
@@ -154,7 +154,7 @@ class Record:
     def error(self, problem: str) -> InvalidRecord:
         """Returns an exception with the place of this record, the problem and the remedy."""
         cause = f"{self.source.where}: {problem}" if self.source.where else problem
-        return InvalidRecord(cause, self.source.remedy)
+        return InvalidRecord(cause, self.source.remedy, code="bad-record")
 
     def wrong(self, key: str, wanted: str) -> InvalidRecord:
         """Returns the exception for a field that is not what is wanted, such as `text`."""

@@ -238,7 +238,7 @@ def _named(row: Conversation) -> Iterator[None]:
     try:
         yield
     except R3LiteError as error:
-        raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy) from error
+        raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy, code=error.code) from error
 
 
 def encode_row(row: Example, layout: Layout) -> Row | None:
@@ -293,7 +293,7 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
     if too_long:
         print(f"{where}left out {too_long} of {len(parts)} rows, longer than {max_length} tokens", file=sys.stderr)
     if not encoded:
-        raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.")
+        raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.", code="no-row-fits")
     assert all(any(row.action_mask) for row in encoded)
     return encoded
 

@@ -43,7 +43,9 @@ def resolve_device(device: str) -> torch.device:
             _warn_of_unused_card()
     if not available[device]:
         cause = f"--device is {device}, but this PyTorch ({torch.__version__}) finds no such device"
-        raise R3LiteError(cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}")
+        raise R3LiteError(
+            cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}", code="device-absent"
+        )
     if device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(device)
@@ -139,7 +141,9 @@ class Precision:
         if self.scaler is None and not finite:
             optimizer.zero_grad(set_to_none=True)
             remedy = "Lower --learning-rate, or look for broken rows in --data; the latest checkpoint is not affected."
-            raise NonFiniteGradients(f"the gradients are not finite (norm {norm}); nothing was updated", remedy)
+            raise NonFiniteGradients(
+                f"the gradients are not finite (norm {norm}); nothing was updated", remedy, code="gradients-not-finite"
+            )
         self.changed_weights = True
         if finite:
             optimizer.step()  # not the scaler's, which would wait for the device; the norm shows what is finite
@@ -157,7 +161,9 @@ class Precision:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             cause = f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale"
-            raise NonFiniteGradients(cause, "Pass --dtype bf16 if the GPU supports it, else --dtype fp32.")
+            raise NonFiniteGradients(
+                cause, "Pass --dtype bf16 if the GPU supports it, else --dtype fp32.", code="fp16-overflow"
+            )
 
     def state_dict(self) -> dict:
         """Returns the state that a checkpoint keeps, as JSON values."""
@@ -176,7 +182,11 @@ class Precision:
         for setting in ("dtype", "device"):
             if saved.text(setting) != current[setting]:
                 cause = f"the checkpoint has {setting} {saved.text(setting)}, but this run has {current[setting]}"
-                raise R3LiteError(cause, f"Pass the first run's --{setting}, or start a new run with --adapter.")
+                raise R3LiteError(
+                    cause,
+                    f"Pass the first run's --{setting}, or start a new run with --adapter.",
+                    code="checkpoint-precision-differs",
+                )
         self.skipped = saved.whole("skipped")
         self.skipped_in_a_row = saved.whole("skipped_in_a_row")
         if self.scaler is not None:

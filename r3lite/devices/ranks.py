@@ -101,7 +101,9 @@ class Ranks:
                     differences.append(f"{name} (rank 0: {value}, rank {rank}: {rank_facts.get(name)})")
         if differences:
             remedy = "Start torchrun with the same arguments, r3lite version and files on all machines."
-            raise R3LiteError(f"the processes of this run differ in {'; '.join(differences)}", remedy)
+            raise R3LiteError(
+                f"the processes of this run differ in {'; '.join(differences)}", remedy, code="processes-differ"
+            )
 
 
 ALONE = Ranks()
@@ -133,7 +135,9 @@ class Group(Ranks):
         group_store = _new_store(prefix)
         self._keys = [f"rank {rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        with explained(RuntimeError, "the processes of this run cannot connect to each other", GO_ON):
+        with explained(
+            RuntimeError, "the processes of this run cannot connect to each other", GO_ON, code="processes-unconnected"
+        ):
             dist.init_process_group(
                 backend,
                 store=group_store,
@@ -206,11 +210,13 @@ class Group(Ranks):
         except RuntimeError as error:  # a connection was closed: its owner may have said why
             time.sleep(2 * BEAT)
             self._raise_if_lost()
-            raise RankLost(f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON) from error
+            raise RankLost(
+                f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON, code="process-lost"
+            ) from error
 
     def _raise_if_lost(self) -> None:
         if self.lost:
-            raise RankLost(self.lost, GO_ON)
+            raise RankLost(self.lost, GO_ON, code="process-lost")
 
     def _watch(self) -> None:
         """Gives signs of life, and ends this process when another one gives none or says that it has ended."""
@@ -272,7 +278,7 @@ def joined(
             reason = error.cause
         group.end(reason)
         if group.lost and isinstance(error, Terminated):
-            raise RankLost(group.lost, GO_ON) from None
+            raise RankLost(group.lost, GO_ON, code="process-lost") from None
         raise
     group.end(None)
 
@@ -282,7 +288,7 @@ def _take_card(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         cause = f"torchrun has started process {local_rank + 1} on this machine, but PyTorch finds {count} CUDA GPUs"
-        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.")
+        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.", code="too-few-gpus")
     torch.cuda.set_device(local_rank)
 
 

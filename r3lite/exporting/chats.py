@@ -79,7 +79,11 @@ def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -
     record = read_record(folder / "tokenizer.json", "")
     definition = json.dumps(record.values)
     if other := other_class(folder, record, probe()):
-        raise R3LiteError(f"{folder}: transformers splits text by its {other}, not as the training did", REMEDY)
+        raise R3LiteError(
+            f"{folder}: transformers splits text by its {other}, not as the training did",
+            REMEDY,
+            code="tokenization-differs",
+        )
     source = chat_template(folder, config)
     template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
     check(str(folder), definition, template.render(messages, prompt=True), ids)
@@ -117,7 +121,9 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
     found = backend.encode(text, add_special_tokens=adds_first).ids
     if found != ids:
         made, trained = (backend.decode(tokens, skip_special_tokens=False) for tokens in (found, ids))
-        raise R3LiteError(f"{where}: other programs would build the prompt {made!r}, not {trained!r}", REMEDY)
+        raise R3LiteError(
+            f"{where}: other programs would build the prompt {made!r}, not {trained!r}", REMEDY, code="prompt-differs"
+        )
 
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:

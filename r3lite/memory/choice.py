@@ -84,7 +84,7 @@ def choose(
     cause = f"this run needs at least {smallest_peak / MIB:,.0f} MiB, but the budget is {budget / MIB:,.0f} MiB"
     helpful = [*_remedies(w, fixed, budget, models), _larger_budget(smallest_peak)]
     remedy = f"It would fit with {'; or '.join(helpful[:REMEDIES])}."
-    raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.")
+    raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.", code="budget-too-small")
 
 
 def _larger_budget(smallest_peak: int) -> str:

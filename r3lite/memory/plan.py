@@ -179,13 +179,13 @@ def _check_streaming(w: Workload, fixed: dict) -> None:
     layers = w.model.num_hidden_layers
     if w.trains and fixed.get("recompute_layers", layers) < layers:
         cause = f"--recompute-layers is {fixed['recompute_layers']}, but --stream-layers recomputes all {layers}"
-        raise R3LiteError(cause, "Pass --recompute-layers none.")
+        raise R3LiteError(cause, "Pass --recompute-layers none.", code="recompute-with-streaming")
     available = host_memory() if w.device else None
     needed = planner.host_bytes(w, Memory(**fixed))
     if available and needed > available:
         cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, "
         cause += f"but there are {available / MIB:,.0f} MiB"
-        raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.")
+        raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.", code="host-memory")
 
 
 def _budget(settings: MemorySettings, workload: Workload) -> int:

@@ -108,7 +108,7 @@ class ShrinkingGrant(Grant):
         if saved.nf4 != self.memory.nf4:
             quantize = "nf4" if saved.nf4 else "none"
             cause = "the checkpoint is of a run with another --quantize"
-            raise R3LiteError(cause, f"Resume with --quantize {quantize}.")
+            raise R3LiteError(cause, f"Resume with --quantize {quantize}.", code="quantize-differs")
         # Streaming is this run's own choice: it changes no number, but needs all layers recomputed.
         saved = replace(saved, stream_layers=self.memory.stream_layers)
         keeps_activations = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
@@ -123,7 +123,7 @@ class ShrinkingGrant(Grant):
             cause = f"the device ran out of memory, and no size can be reduced further ({reason})"
             remedy = "Close other programs that use the GPU and continue with --resume auto; or start a new run from it"
             remedy += " (--adapter) with --quantize nf4 or a smaller --max-length."
-            raise OutOfMemory(cause, remedy)
+            raise OutOfMemory(cause, remedy, code="out-of-memory")
         old_figures = asdict(self.memory)
         changes = [
             f"{name} {old_figures[name]} -> {value}"

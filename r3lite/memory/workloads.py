@@ -76,11 +76,11 @@ def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float
     full = config.lora.no_lora
     if full and config.model.adapter:
         cause = f"--adapter is {config.model.adapter}, but --no-lora does not take one"
-        raise UsageError(f"{cause}: merge it with r3lite.export and pass --model")
+        raise UsageError(f"{cause}: merge it with r3lite.export and pass --model", code="model-is-adapter")
     base = _base(config.model)
     if full and base["packed"]:
         cause = f"--no-lora cannot train {config.model.model}, whose weights are in 4 bits"
-        raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.")
+        raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.", code="no-lora-quantized")
     trained = {"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)
     return Workload(
         **base,
@@ -107,7 +107,7 @@ def rl_workload(
     of their questions finds them.
     """
     if config.lora.no_lora:
-        raise UsageError("--no-lora works with sft only")
+        raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")
     model = config.model
     rl = config.rl
     lengths = config.lengths
@@ -228,7 +228,9 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
     speeds = card(name)
     if speeds is None:
         choices = ", ".join(known_card.name for known_card in CARDS)
-        raise UsageError(f"unknown --card {name}{nearest(name, similar_names(name))}; choose from {choices}")
+        raise UsageError(
+            f"unknown --card {name}{nearest(name, similar_names(name))}; choose from {choices}", code="unknown-card"
+        )
     if dtype == "auto":
         dtype = "bf16" if "bf16" in speeds.flops else "fp16"
     return replace(

@@ -192,6 +192,7 @@ def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -
             raise R3LiteError(
                 f"{record.source.where}: {key} is {value!r}; only {' and '.join(map(repr, supported))} is supported",
                 "Use a BERT, such as intfloat/e5-base-v2, or a BERT cross-encoder for --rerank.",
+                code="bert-unsupported",
             )
     first = 0
     if model_type != "bert":
@@ -244,7 +245,11 @@ def _filled(
     """Fills the model with the weights of its folder, but for those whose plain names begin with one of `surplus`."""
     path = folder / "model.safetensors"
     if not path.exists():
-        raise R3LiteError(f"{folder} has no model.safetensors", "Use a model whose weights are in safetensors format.")
+        raise R3LiteError(
+            f"{folder} has no model.safetensors",
+            "Use a model whose weights are in safetensors format.",
+            code="weights-absent",
+        )
     parameter_names = {}  # ours by the plain ones
     expected_shapes = {}
     for name, parameter in model.named_parameters():
@@ -258,7 +263,11 @@ def _filled(
     faults = _faults(tensors, expected_shapes)
     if faults:
         further = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise R3LiteError(f"{path}: {faults[0]}{further}", "Get config.json and the weights from the same model.")
+        raise R3LiteError(
+            f"{path}: {faults[0]}{further}",
+            "Get config.json and the weights from the same model.",
+            code="bert-weights-differ",
+        )
     state = {}
     for name, tensor in tensors.items():
         # Copied, because the tensors that were read are views of the mapped file.

@@ -84,7 +84,9 @@ def unpack(
         tensor = read(f"{path}.weight{name}")
         if tensor.dtype != dtype or tensor.numel() != size:
             actual = f"{tensor.numel()} numbers of type {tensor.dtype}"
-            raise R3LiteError(f"{file}: {path}.weight{name} has {actual}, not {size} of {dtype}", REMEDY)
+            raise R3LiteError(
+                f"{file}: {path}.weight{name} has {actual}, not {size} of {dtype}", REMEDY, code="bnb-weight-differs"
+            )
         return tensor.flatten()
 
     codes = part("", torch.uint8, numbers // 2).view(shape[0], -1)

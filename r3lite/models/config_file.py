@@ -50,6 +50,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise R3LiteError(
             f"{record.source.where}: model_type is {shown(model_type)}{nearest(model_type, FAMILIES)}",
             f"Supported types are {', '.join(FAMILIES)}; docs/models.md lists models.",
+            code="model-type-unsupported",
         )
     # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
     ropes = [record.record("rope_scaling"), record.record("rope_parameters")]
@@ -127,7 +128,7 @@ def _check_supported(
     interleaved = record.flag("rope_interleaved", False)
 
     def refuse(fault: str, remedy: str) -> None:
-        raise R3LiteError(f"{record.source.where}: {fault}", remedy)
+        raise R3LiteError(f"{record.source.where}: {fault}", remedy, code="model-config-unsupported")
 
     if quantization_fault:
         refuse(quantization_fault, QUANTIZED)

@@ -127,7 +127,9 @@ class GgufTensor:
                 del file, rows, tile
         except NotImplementedError as error:
             raise R3LiteError(
-                f"{self.path}: {self.name} is in {kind.name}, which the package gguf cannot dequantize", TYPES
+                f"{self.path}: {self.name} is in {kind.name}, which the package gguf cannot dequantize",
+                TYPES,
+                code="gguf-type-unsupported",
             ) from error
         if is_vector:
             return dense[0][order]
@@ -142,11 +144,15 @@ class Header:
         with open(path, "rb") as file:
             start = file.read(8)
         if start[:4] != b"GGUF":
-            raise R3LiteError(f"{path} is not a GGUF file", REMEDY)
+            raise R3LiteError(f"{path} is not a GGUF file", REMEDY, code="not-gguf")
         if len(start) == 8:
             (version,) = struct.unpack("<I", start[4:])
             if version not in VERSIONS:
-                raise R3LiteError(f"{path} is a GGUF file of version {version}", "Use version 2 or 3, little-endian.")
+                raise R3LiteError(
+                    f"{path} is a GGUF file of version {version}",
+                    "Use version 2 or 3, little-endian.",
+                    code="gguf-version",
+                )
         self.tensors: dict[str, GgufTensor] = {}
         try:
             reader = _reader()(path)
@@ -161,11 +167,11 @@ class Header:
                     size=tensor.n_bytes,
                 )
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-            raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY) from error
+            raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY, code="gguf-damaged") from error
         self.fields = Record(self.keys, Source(str(path), REMEDY))  # the keys by their types
         for name, tensor in self.tensors.items():
             if not tensor.shape or not math.prod(tensor.shape):
-                raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY)
+                raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY, code="gguf-damaged")
 
     def tied(self) -> bool:
         """Returns True if embedding and head are one matrix, of which the file may have two precisions."""

@@ -72,7 +72,9 @@ def of(path: Path) -> Path:
             with contextlib.suppress(OSError if folder.is_dir() else ()):
                 os.rename(temporary, folder)
     except OSError as error:
-        raise R3LiteError(f"{folder} cannot be written: {error}", "Check disk space and permissions.") from error
+        raise R3LiteError(
+            f"{folder} cannot be written: {error}", "Check disk space and permissions.", code="gguf-cache-unwritable"
+        ) from error
     return folder
 
 
@@ -88,21 +90,25 @@ def _check(
     try:
         config = read_config(folder)
     except R3LiteError as error:
-        raise R3LiteError(f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy) from error
+        raise R3LiteError(
+            f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy, code=error.code
+        ) from error
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in shapes:  # a thousand layers take a while to lay out
-        raise R3LiteError(f"{path}: missing tensor {last}", REMEDY)
+        raise R3LiteError(f"{path}: missing tensor {last}", REMEDY, code="gguf-tensor-missing")
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(config).state_dict().items()}
     missing = expected.keys() - shapes
     unexpected = shapes.keys() - expected
     if missing:
-        raise R3LiteError(f"{path}: missing tensor {min(missing)}", FOLDER)
+        raise R3LiteError(f"{path}: missing tensor {min(missing)}", FOLDER, code="gguf-tensor-missing")
     if unexpected:
-        raise R3LiteError(f"{path}: unexpected tensor {min(unexpected)}", FOLDER)
+        raise R3LiteError(f"{path}: unexpected tensor {min(unexpected)}", FOLDER, code="gguf-tensor-unexpected")
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise R3LiteError(f"{path}: {name} has shape {list(shapes[name])}, not {list(shape)}", FOLDER)
+            raise R3LiteError(
+                f"{path}: {name} has shape {list(shapes[name])}, not {list(shape)}", FOLDER, code="gguf-shape"
+            )
 
 
 def _config(header: Header) -> dict[str, Any]:
@@ -114,22 +120,29 @@ def _config(header: Header) -> dict[str, Any]:
         raise R3LiteError(
             f"{path} has the architecture {shown(architecture)}",
             f"Supported architectures are {', '.join(ARCHITECTURES)} (Mistral is called llama).",
+            code="gguf-architecture",
         )
     if fields.whole("split.count", 1) != 1:
-        raise R3LiteError(f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.")
+        raise R3LiteError(
+            f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.", code="gguf-split"
+        )
     prefix = f"{architecture}."
     names = {key.removeprefix(prefix) for key in header.keys if key.startswith(prefix)}
     for name in sorted(names - READ):
         value = header.size_of(name)
         if value not in (0, 0.0, False, "none"):
-            raise R3LiteError(f"{path}: {architecture}.{name} is {shown(value)}, unsupported", FOLDER)
+            raise R3LiteError(
+                f"{path}: {architecture}.{name} is {shown(value)}, unsupported", FOLDER, code="gguf-size-unsupported"
+            )
     if EMBEDDING not in header.tensors:
-        raise R3LiteError(f"{path} has no tensor {EMBEDDING}", REMEDY)
+        raise R3LiteError(f"{path} has no tensor {EMBEDDING}", REMEDY, code="gguf-embedding-missing")
     sizes = _sizes(header, architecture)
     head_dim = sizes["head_dim"]
     for name in (ROTATED_SIZE, VALUE_SIZE):
         if header.size_of(name, head_dim) != head_dim:
-            raise R3LiteError(f"{path}: {architecture}.{name} is not the head size, {head_dim}", FOLDER)
+            raise R3LiteError(
+                f"{path}: {architecture}.{name} is not the head size, {head_dim}", FOLDER, code="gguf-head-size"
+            )
     theta = _rounded(fields.number(f"{architecture}.{THETA}", 10_000.0, low=0, high=1e12, above=True))
     eps = _rounded(fields.number(f"{architecture}.{EPS}", 1e-6, low=0, high=1, above=True))
     scaling = {}
@@ -154,7 +167,9 @@ def _sizes(header: Header, architecture: str) -> dict[str, int | None]:
     sizes = {}
     for ours, theirs in SIZES.items():
         if isinstance(header.size_of(theirs), list):
-            raise R3LiteError(f"{header.path}: {architecture}.{theirs} differs from layer to layer", FOLDER)
+            raise R3LiteError(
+                f"{header.path}: {architecture}.{theirs} differs from layer to layer", FOLDER, code="gguf-layers-differ"
+            )
         default = REQUIRED if ours in NEEDED else None
         sizes[ours] = header.fields.whole(f"{architecture}.{theirs}", default, low=1)
     if sizes["head_dim"] is None:
@@ -182,5 +197,5 @@ def _scaling(
     )
     expected = stretch(divisors(head_dim, theta), scaling)
     if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
-        raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER)
+        raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER, code="gguf-rope")
     return {"rope_type": "llama3", **vars(scaling)}

@@ -95,12 +95,18 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
         if model == "gpt2":
             kind = f"split as {shown(pre)} (tokenizer.ggml.pre)"
         supported = ", ".join([*SPLITS, *ALIASES])
-        raise R3LiteError(f"{header.path}: the tokenizer is {kind}; supported is byte-level BPE of {supported}", FOLDER)
+        raise R3LiteError(
+            f"{header.path}: the tokenizer is {kind}; supported is byte-level BPE of {supported}",
+            FOLDER,
+            code="gguf-tokenizer-unsupported",
+        )
     tokens = fields.texts("tokenizer.ggml.tokens", ())
     merges = fields.texts("tokenizer.ggml.merges", ())
     kinds = fields.items("tokenizer.ggml.token_type", [])
     if not (tokens and merges and len(kinds) == len(tokens)):
-        raise R3LiteError(f"{header.path} lacks its tokens, their types or their merges", FOLDER)
+        raise R3LiteError(
+            f"{header.path} lacks its tokens, their types or their merges", FOLDER, code="gguf-tokenizer-incomplete"
+        )
 
     def token(kind: str) -> str | None:
         id = token_id(header, kind)
@@ -128,7 +134,9 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
             numbers = [(bos, tokens.index(bos))]
             backend.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos}:1 $B:1", numbers)
     except Exception as error:  # the Rust library raises bare Exception for every kind of fault
-        raise R3LiteError(f"{header.path}: its tokenizer cannot be used: {error}", FOLDER) from error
+        raise R3LiteError(
+            f"{header.path}: its tokenizer cannot be used: {error}", FOLDER, code="gguf-tokenizer-unusable"
+        ) from error
     definition = json.loads(backend.to_str())
     return {"tokenizer.json": definition, "tokenizer_config.json": settings, "generation_config.json": ends(header)}
 

@@ -43,7 +43,7 @@ def download(model: str) -> Path:
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
         cause = f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}"
-        raise R3LiteError(cause, REMEDY) from error
+        raise R3LiteError(cause, REMEDY, code="model-absent") from error
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -241,17 +241,22 @@ def load_adapter(
     if missing or unexpected:
         remedy = f"It adapts {', '.join(config.targets) or 'no projection'}. {EVERY_LAYER}"
         if missing:
-            raise R3LiteError(f"{folder / WEIGHTS} lacks the tensor {min(missing)}", remedy)
-        raise R3LiteError(f"{folder / WEIGHTS} has the unexpected tensor {min(unexpected)}", remedy)
+            raise R3LiteError(f"{folder / WEIGHTS} lacks the tensor {min(missing)}", remedy, code="adapter-keys")
+        raise R3LiteError(
+            f"{folder / WEIGHTS} has the unexpected tensor {min(unexpected)}", remedy, code="adapter-keys"
+        )
     for key, shape in shapes.items():
         tensor = tensors[key]
         if tuple(tensor.shape) != shape:
             raise R3LiteError(
                 f"{folder / WEIGHTS}: {key} has shape {list(tensor.shape)}, not {list(shape)}",
                 "Pass an adapter of this model, with its own adapter_config.json.",
+                code="adapter-shape",
             )
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
-            raise R3LiteError(f"{folder / WEIGHTS}: {key} has values that are not finite floats", REMEDY)
+            raise R3LiteError(
+                f"{folder / WEIGHTS}: {key} has values that are not finite floats", REMEDY, code="adapter-not-finite"
+            )
     _attach(model, name, config=config, tensors=tensors, trainable=trainable)
 
 
@@ -315,7 +320,9 @@ def read_base(folder: str | Path) -> tuple[str, str | None]:
     candidates = (Path(folder), Path(folder, "model"))
     models = [candidate for candidate in candidates if (candidate / "config.json").is_file()]
     if models and not (adapter_folder(folder) / CONFIG).is_file():
-        raise R3LiteError(f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.")
+        raise R3LiteError(
+            f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.", code="model-not-adapter"
+        )
     folder = adapter_folder(folder)
     record = read_record(folder / CONFIG, REMEDY)
     name = record.text("base_model_name_or_path", "", blank=True)
@@ -408,7 +415,7 @@ def _check_targets(targets: Sequence[str], where: str) -> None:
     unknown = [target for target in targets if target not in PROJECTIONS]
     if unknown or not targets:
         wrong = unknown[0] if unknown else "nothing"
-        raise R3LiteError(f"{where} has {wrong}", f"Use {', '.join(PROJECTIONS)}.")
+        raise R3LiteError(f"{where} has {wrong}", f"Use {', '.join(PROJECTIONS)}.", code="adapter-config")
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:

@@ -122,6 +122,7 @@ def _check_columns(columns: int) -> None:
         raise R3LiteError(
             f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
             "Pass --quantize none.",
+            code="nf4-columns",
         )
 
 

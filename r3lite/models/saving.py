@@ -120,7 +120,7 @@ def _write_folder(
     `config.json` loses the source's quantization, and its tied head if the model has another one.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"{out} already exists", "Pass a new folder for the checkpoint.")
+        raise R3LiteError(f"{out} already exists", "Pass a new folder for the checkpoint.", code="output-exists")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}{PART}")
     try:

@@ -46,7 +46,7 @@ def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufT
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+        raise R3LiteError(f"{path} cannot be read: {error}", remedy, code="tensors-unreadable") from error
 
 
 def read_tensors(path: str | Path, remedy: str = REMEDY) -> dict[str, Tensor]:

@@ -47,12 +47,16 @@ def resolve_folder(model: str) -> Path:
     if folder.is_dir():
         trained = folder / "model"  # of sft --no-lora
         if trained.is_dir() and not (folder / "config.json").exists():
-            raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.")
+            raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.", code="run-not-model")
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)
     if not HUB_ID.fullmatch(model):
-        raise R3LiteError(f"no such model folder: {model}", "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.")
+        raise R3LiteError(
+            f"no such model folder: {model}",
+            "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.",
+            code="model-absent",
+        )
     return hub_folder.download(model)
 
 
@@ -282,14 +286,18 @@ def _check_tensor(
     # Folders written when the mean of a weight's absmax was one number are read as well.
     if tensor.shape != expected.shape and not (tensor.dim() == 0 and name.endswith(".absmax_mean")):
         raise R3LiteError(
-            f"{path}: {name} has shape {list(tensor.shape)}, but config.json needs {list(expected.shape)}", MISMATCH
+            f"{path}: {name} has shape {list(tensor.shape)}, but config.json needs {list(expected.shape)}",
+            MISMATCH,
+            code="weight-shape",
         )
     if isinstance(expected, nn.Parameter):
         is_right_type = tensor.is_floating_point() and tensor.element_size() >= 2
     else:
         is_right_type = tensor.dtype == expected.dtype
     if not is_right_type:
-        raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
+        raise R3LiteError(
+            f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.", code="weight-type"
+        )
 
 
 def tensor_places(folder: Path) -> dict[str, Path]:
@@ -299,7 +307,11 @@ def tensor_places(folder: Path) -> dict[str, Path]:
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name in places:
-                    raise R3LiteError(f"{path}: {name} is also in {places[name].name}", SOURCE.format("the shards"))
+                    raise R3LiteError(
+                        f"{path}: {name} is also in {places[name].name}",
+                        SOURCE.format("the shards"),
+                        code="weight-twice",
+                    )
                 places[name] = path
     return places
 
@@ -315,7 +327,7 @@ def _shards(folder: Path) -> list[Path]:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         if pickled:
             cause += f", only pickled weights ({pickled[0]}), which can run code when loaded"
-        raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
+        raise R3LiteError(cause, "Use a checkpoint in safetensors format.", code="weights-absent")
     return [folder / name for name in indexed_files(folder)]
 
 
@@ -332,7 +344,7 @@ def _refuse_names(
     """Raises R3LiteError, naming the first tensor, if there are names of a fault: missing or unexpected."""
     if names:
         further = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise R3LiteError(f"{folder}: {fault} tensor {names[0]}{further}", MISMATCH)
+        raise R3LiteError(f"{folder}: {fault} tensor {names[0]}{further}", MISMATCH, code="weight-names")
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -65,14 +65,21 @@ class ChatTemplate:
         if thinking is not None:
             self.variables["enable_thinking"] = thinking
         self.variables |= tokens or {}
-        with explained((TemplateError, RecursionError), f"{where}: the chat template cannot be read", REMEDY):
+        with explained(
+            (TemplateError, RecursionError),
+            f"{where}: the chat template cannot be read",
+            REMEDY,
+            code="template-unreadable",
+        ):
             self._template = environment.from_string(GENERATION.sub(_condition, self.source))
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
         """Returns the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         variables = self.variables | {"tools": list(tools) or None}
         roles = ", ".join(message["role"] for message in messages)
-        with explained(FAILURES, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY):
+        with explained(
+            FAILURES, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY, code="template-refuses-chat"
+        ):
             return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
@@ -87,7 +94,9 @@ class ChatTemplate:
             gaps = NUMBERED_PLACE.split(text)
             if NUMBERED_PLACE.findall(text) != contents:
                 cause = f"{self.where}: the chat template writes {'...'.join(gaps)!r} for {', '.join(roles)}"
-                raise R3LiteError(f"{cause}; it must write each message once and in order", REMEDY)
+                raise R3LiteError(
+                    f"{cause}; it must write each message once and in order", REMEDY, code="template-unsupported"
+                )
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 

@@ -53,7 +53,9 @@ def library_errors(path: Path) -> Iterator[None]:
     except R3LiteError:
         raise
     except Exception as error:  # the Rust library raises bare Exception for every kind of fault
-        raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
+        raise R3LiteError(
+            f"{path} cannot be used: {error}", REMEDY.format(path.name), code="tokenizer-unusable"
+        ) from error
 
 
 def check_ids(definition: Record, backend: Backend) -> None:

@@ -143,7 +143,11 @@ class Layout:
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
             limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
             remedy = "Raise --max-length, shorten the prompt file, or remove the question."
-            raise R3LiteError(f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}", remedy)
+            raise R3LiteError(
+                f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}",
+                remedy,
+                code="prompt-too-long",
+            )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit."""
@@ -258,7 +262,7 @@ class Layout:
                     f"--max-length {self.lengths.max_length} has no room for "
                     f"question {transcript.question.id} with a document and an answer"
                 )
-                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
+                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)
             return

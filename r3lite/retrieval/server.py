@@ -53,7 +53,10 @@ class RetrievalService:
         queries = request.texts("queries")
         top_k = request.whole("topk", self.top_k, low=1, high=WHOLE)
         if len(queries) > MAX_QUERIES or top_k > self.top_k:
-            raise InvalidRecord(f"at most {MAX_QUERIES} queries and {self.top_k} documents per query (--top-k)")
+            raise InvalidRecord(
+                f"at most {MAX_QUERIES} queries and {self.top_k} documents per query (--top-k)",
+                code="request-too-many-queries",
+            )
         pairs = [(Question(str(i), query, ()), query) for i, query in enumerate(queries)]
         with self.one_at_a_time:
             outcomes = self.retrieve(pairs)
@@ -67,7 +70,7 @@ class RetrievalService:
         query = request.text("query")
         documents = request.texts("documents")
         if len(documents) > MAX_PASSAGES:
-            raise InvalidRecord(f"at most {MAX_PASSAGES} documents")
+            raise InvalidRecord(f"at most {MAX_PASSAGES} documents", code="request-too-many-documents")
         with self.one_at_a_time:
             scores = self.rerank([(query, document) for document in documents])
         ranking = sorted(range(len(scores)), key=lambda i: -scores[i])

@@ -64,12 +64,18 @@ class Setup:
             for question in self.questions:
                 if not question.documents:
                     cause = f"--context question needs paragraphs, but question {question.id} has none"
-                    raise R3LiteError(cause, "Pass a --corpus instead of --context question.")
+                    raise R3LiteError(
+                        cause, "Pass a --corpus instead of --context question.", code="context-without-paragraphs"
+                    )
         findable = (replace(question, documents=self._findable(question)) for question in self.questions)
         documents = corpus.from_questions(findable)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
-            raise R3LiteError("there is nothing to search: the questions in --data have no paragraphs", remedy)
+            raise R3LiteError(
+                "there is nothing to search: the questions in --data have no paragraphs",
+                remedy,
+                code="nothing-to-search",
+            )
         return self._fitting(documents)
 
     @cached_property
@@ -143,7 +149,7 @@ class Setup:
         named = corpus.stream_corpora([path], self.skip_bad_rows)
         if corpus.fingerprint(named) != corpus.fingerprint(documents):
             cause = f"the index {self.settings.index} was not built from the corpus {path}"
-            raise R3LiteError(cause, "Pass only one of them.")
+            raise R3LiteError(cause, "Pass only one of them.", code="index-corpus-differs")
         return documents
 
     def own_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
@@ -165,7 +171,11 @@ class Setup:
             return question.documents
         if not question.gold:
             remedy = "Remove it, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
-            raise R3LiteError(f"--noise-rate needs gold paragraphs, but question {question.id} has none", remedy)
+            raise R3LiteError(
+                f"--noise-rate needs gold paragraphs, but question {question.id} has none",
+                remedy,
+                code="noise-without-paragraphs",
+            )
         noise = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
         findable = []
         for document in question.documents:
@@ -209,7 +219,9 @@ class Condition:
         try:
             wanted = float(self.wanted)
         except ValueError:
-            raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
+            raise R3LiteError(
+                f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.", code="filter-number"
+            ) from None
         if self.sign in ORDERS:
             return ORDERS[self.sign](value, wanted)
         return (value == wanted) == (self.sign == "=")
@@ -235,9 +247,13 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     for text, condition in zip(conditions, parsed, strict=True):
         if condition.key not in fields:
             cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, fields)}"
-            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.")
+            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.", code="filter-field-unknown")
     if not mask.any():
-        raise R3LiteError(f"no passage matches --filter {', '.join(conditions)}", "Remove or relax a condition.")
+        raise R3LiteError(
+            f"no passage matches --filter {', '.join(conditions)}",
+            "Remove or relax a condition.",
+            code="filter-matches-nothing",
+        )
     return mask
 
 

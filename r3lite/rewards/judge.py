@@ -143,7 +143,7 @@ class Judge:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
-            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
+            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy, code="judge-limit")
         if reply.failure is None:
             self._has_succeeded = True
         if reply.cached:
@@ -167,7 +167,7 @@ class Judge:
         remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; finished verdicts are cached."
         if detail:
             cause = f"{cause} ({detail})"
-        return R3LiteError(cause, remedy)
+        return R3LiteError(cause, remedy, code="judge-failed")
 
 
 def _nothing_right(episode: Episode) -> Verdict | None:
@@ -198,7 +198,7 @@ def build_judge(
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             cause = "--outcome-judge, --process-judge or --rewards needs a judge, but --judge is none"
-            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.")
+            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.", code="judge-missing")
         return None
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

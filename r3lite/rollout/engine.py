@@ -242,7 +242,11 @@ class Engine:
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
         where = explain_overflow(self.model, lambda: self.model(tokens))
         remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
-        return NotFinite(f"question {sequence.question.id}: the model's logits are not finite: {where}", remedy)
+        return NotFinite(
+            f"question {sequence.question.id}: the model's logits are not finite: {where}",
+            remedy,
+            code="logits-not-finite",
+        )
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""

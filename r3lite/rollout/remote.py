@@ -77,7 +77,7 @@ class RolloutWorker:
         if differences:
             remedy = "Start the worker with the flags of this run, or give both the same --config."
             cause = f"the rollout worker {self.link.url} has other settings: {'; '.join(differences)}"
-            raise R3LiteError(cause, remedy)
+            raise R3LiteError(cause, remedy, code="worker-differs")
         return f"{self.link.url} (r3lite, {version.dtype})"
 
     def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
@@ -91,7 +91,10 @@ class RolloutWorker:
                 return None
             episodes = reply.records("episodes")
             if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
-                raise InvalidRecord(f"these are not {len(tickets)} episodes of the adapter {adapter.version}")
+                raise InvalidRecord(
+                    f"these are not {len(tickets)} episodes of the adapter {adapter.version}",
+                    code="worker-episode-count",
+                )
             pairs = zip(episodes, tickets, strict=True)
             return [self._sequence(episode, ticket) for episode, ticket in pairs]
 
@@ -105,7 +108,7 @@ class RolloutWorker:
             if sequences is not None:
                 return sequences
             self.check()
-        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True)
+        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True, code="worker-in-use")
 
     def _sequence(self, episode: Record, ticket: Ticket) -> Sequence:
         """Returns the sequence of a ticket; raises InvalidRecord unless it begins as it would here."""
@@ -228,7 +231,7 @@ class RemoteEngine:
                 request = self._pool.submit(server.sample, part, adapter, retrieve)
                 under_way[request] = server, start
             if not under_way:
-                raise R3LiteError(f"no rollout server is left: {reason}", REMEDY)
+                raise R3LiteError(f"no rollout server is left: {reason}", REMEDY, code="no-worker-left")
             for request in wait(under_way, return_when=FIRST_COMPLETED).done:
                 server, start = under_way.pop(request)
                 try:

@@ -82,11 +82,15 @@ class VllmServer:
 
         served = self.link.ask("/v1/models", None, server="vLLM", read=read, remedy=START)
         if Path(served.root).name != Path(model).name:
-            raise R3LiteError(f"{url} serves {served.root}, but --model is {model}", "Start vLLM with the same model.")
+            raise R3LiteError(
+                f"{url} serves {served.root}, but --model is {model}",
+                "Start vLLM with the same model.",
+                code="vllm-model-differs",
+            )
         if served.max_length < max_length:
             cause = f"--max-length is {max_length}, but {url} takes at most {served.max_length} tokens"
             remedy = f"Pass --max-length {served.max_length}, or start vLLM with a larger --max-model-len."
-            raise R3LiteError(cause, remedy)
+            raise R3LiteError(cause, remedy, code="vllm-length")
         self._check_logprobs(served.name)
         version = self.link.ask("/version", None, server="vLLM", read=lambda reply: reply.text("version"))
         return f"{url} (vLLM {version})"
@@ -102,7 +106,9 @@ class VllmServer:
             logprobs.append(self.link.ask("/v1/completions", body, server="vLLM", read=_logprobs))
         at_one, at_temperature = logprobs
         if at_one == at_temperature != [0.0]:
-            raise R3LiteError(f"{self.link.url} returns log-probabilities without --temperature", RAW)
+            raise R3LiteError(
+                f"{self.link.url} returns log-probabilities without --temperature", RAW, code="vllm-raw-logprobs"
+            )
 
     def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
         """Returns the episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
@@ -131,7 +137,7 @@ class VllmServer:
             if error.passes:
                 raise
             if "already been loaded" not in error.cause:
-                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START) from error
+                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START, code=error.code) from error
         if self.name:
             try:
                 self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
@@ -166,7 +172,9 @@ class VllmServer:
                 sequence.values.append(0.0)
                 if layout.turn_is_over(sequence):
                     return
-        raise WrongReply(f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START)
+        raise WrongReply(
+            f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START, code="vllm-cut-turn"
+        )
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
         """Returns tokens that go on from a sequence, with their log-probabilities."""
@@ -187,12 +195,14 @@ class VllmServer:
         """Returns token ids with their log-probabilities; `_sample_turn` handles padding rows of the embedding."""
         model = reply.text("model")
         if model != self.name:
-            raise InvalidRecord(f"the model is {shown(model)}, not {self.name}")
+            raise InvalidRecord(f"the model is {shown(model)}, not {self.name}", code="vllm-model-differs")
         completion = reply.records("choices", minimum=1)[0]
         ids = whole_numbers(completion, "token_ids", IDS)
         logprobs = _logprobs(reply)
         if len(ids) != len(logprobs):
-            raise InvalidRecord("token_ids and token_logprobs must have one number for each token")
+            raise InvalidRecord(
+                "token_ids and token_logprobs must have one number for each token", code="vllm-logprob-count"
+            )
         return list(zip(ids, logprobs, strict=True))
 
 

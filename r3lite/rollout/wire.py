@@ -62,7 +62,7 @@ class AdapterFiles:
         """
         config, zero, weights = self.body.partition(b"\0")
         if not zero:
-            raise InvalidRecord("the adapter is not two files with a zero byte between")
+            raise InvalidRecord("the adapter is not two files with a zero byte between", code="wire-adapter")
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((lora.CONFIG, config), (lora.WEIGHTS, weights)):
             part = folder / f".{name}.{threading.get_ident()}{PART}"
@@ -221,7 +221,9 @@ def check_start(sequence: Sequence, start: Sequence) -> None:
     prefix = sequence.first(len(start.tokens))
     same_tokens = prefix.tokens == start.tokens and prefix.action_mask == start.action_mask
     if not same_tokens or prefix.logprobs != start.logprobs:
-        raise InvalidRecord(f"an episode does not begin as question {sequence.question.id} does")
+        raise InvalidRecord(
+            f"an episode does not begin as question {sequence.question.id} does", code="wire-prompt-differs"
+        )
 
 
 def whole_numbers(record: Record, key: str, limit: int) -> list[int]:

@@ -148,16 +148,20 @@ class EvaluateSettings(Section):
         if len(first) != len(second):
             problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"
             example = "they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2"
-            raise UsageError(f"{problem}; {example}")
+            raise UsageError(f"{problem}; {example}", code="template-unsupported")
         pairs = list(zip(first, second))
         for pair in pairs:
             if pairs.count(pair) > 1:
-                raise UsageError(f"--compare has the pair {pair[0]} and {pair[1]} more than once")
+                raise UsageError(
+                    f"--compare has the pair {pair[0]} and {pair[1]} more than once", code="compare-pair-twice"
+                )
         return pairs
 
     def check(self) -> None:
         if self.compare and not self.pairs:
-            raise UsageError("--compare has no evaluation: pass two folders, or two lists of folders")
+            raise UsageError(
+                "--compare has no evaluation: pass two folders, or two lists of folders", code="compare-empty"
+            )
 
 
 def _names_in(text: str) -> list[str]:
@@ -313,17 +317,30 @@ class ExportSettings(Section):
 
     def check(self) -> None:
         if self.average is not None and self.adapter is not None:
-            raise UsageError("--adapter and --average are both given: pass one")
+            raise UsageError("--adapter and --average are both given: pass one", code="adapter-and-average")
         if self.average is not None and len(self.average) < 2:
-            raise UsageError("--average has one adapter only: pass two or more, separated by commas")
+            raise UsageError(
+                "--average has one adapter only: pass two or more, separated by commas", code="average-of-one"
+            )
         if not self.adapters and self.form.endswith("adapter"):
-            raise UsageError(f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder")
+            raise UsageError(
+                f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder",
+                code="adapter-missing",
+            )
         if self.form != "gguf" and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4")
+            raise UsageError(
+                "--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4",
+                code="weights-q8-form",
+            )
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError("--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0")
+            raise UsageError(
+                "--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0",
+                code="weights-nf4-form",
+            )
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
-            raise UsageError(f"--push {self.push} is not a repository name; write it as OWNER/NAME")
+            raise UsageError(
+                f"--push {self.push} is not a repository name; write it as OWNER/NAME", code="repository-name"
+            )
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 

@@ -57,7 +57,7 @@ def check_address(setting: str, address: str, example: str) -> None:
     """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
 
     def wrong(problem: str) -> UsageError:
-        return UsageError(f"{setting} {problem}; pass one such as {example}")
+        return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")
 
     try:
         parts = urlsplit(address)
@@ -79,5 +79,7 @@ def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
     if amount := re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", "")):
         size = float(amount[1]) * UNITS[amount[2]]
     if not 0 < size < math.inf:
-        raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")
+        raise UsageError(
+            f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB", code="bad-memory-size"
+        )
     return int(size)

@@ -64,9 +64,14 @@ class JudgeSettings(Section):
 
     def check(self) -> None:
         if self.judge == "openai" and self.judge_model == GEMINI:
-            raise UsageError("--judge-model is missing: --judge openai needs the name of the server's model")
+            raise UsageError(
+                "--judge-model is missing: --judge openai needs the name of the server's model",
+                code="judge-model-missing",
+            )
         if self.judge != "local" and not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
-            raise UsageError(f"--judge-model is {self.judge_model!r}, which is not a valid name")
+            raise UsageError(
+                f"--judge-model is {self.judge_model!r}, which is not a valid name", code="judge-model-name"
+            )
 
     def __post_init__(self):
         if self.judge_base_url is not None:

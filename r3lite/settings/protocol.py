@@ -52,4 +52,6 @@ class ProtocolSettings(Section):
     def check(self) -> None:
         if not self.is_own and self.format not in FORMATS:
             remedy = f"choose from {', '.join(FORMATS)}, or pass a .toml file"
-            raise UsageError(f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {remedy}")
+            raise UsageError(
+                f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {remedy}", code="unknown-format"
+            )

@@ -153,7 +153,7 @@ class RetrievalSettings(EncoderSettings):
         self._check_retriever()
         for text in self.filter or ():
             if not CONDITION.fullmatch(text.strip()):
-                raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
+                raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes", code="filter-form")
         if self.rerank and "://" in self.rerank:
             check_address("the address of --rerank", self.rerank, "http://host:8000/rerank")
 
@@ -162,9 +162,12 @@ class RetrievalSettings(EncoderSettings):
         for entry in entries:
             source, place = source_and_place(entry)
             if source not in SOURCES or not place:
-                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}")
+                raise UsageError(
+                    f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}",
+                    code="source-index-form",
+                )
         if len(self.of_sources) < len(entries):
-            raise UsageError("--source-index has a kind of source twice")
+            raise UsageError("--source-index has a kind of source twice", code="source-index-twice")
         for settings in self.of_sources.values():
             settings.check()
 
@@ -175,12 +178,16 @@ class RetrievalSettings(EncoderSettings):
             example = "http://host:8000/retrieve or qdrant://host:6333/collection"
             check_address("the address of --retriever", address, example)
             if self.is_collection and self.encoder == "hashing":
-                raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
+                raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT", code="hashing-with-qdrant")
         elif self.is_web and self.top_k > self.web_results:
-            raise UsageError(f"--top-k is {self.top_k}; it must be at most --web-results, {self.web_results}")
+            raise UsageError(
+                f"--top-k is {self.top_k}; it must be at most --web-results, {self.web_results}", code="web-top-k"
+            )
         elif self.retriever not in names:
             remedy = f"choose from {', '.join(names)}, or pass the address of a server"
-            raise UsageError(f"retriever is {self.retriever!r}; {remedy}{nearest(self.retriever, names)}")
+            raise UsageError(
+                f"retriever is {self.retriever!r}; {remedy}{nearest(self.retriever, names)}", code="unknown-retriever"
+            )
 
 
 class ProcedureSettings(Section):
@@ -231,10 +238,10 @@ class IndexSettings(EncoderSettings):
 
     def check(self) -> None:
         if self.documents and self.corpus:
-            raise UsageError("--documents and --corpus cannot be combined: remove one")
+            raise UsageError("--documents and --corpus cannot be combined: remove one", code="documents-and-corpus")
         if self.edits and (self.documents or self.corpus):
             surplus = "--documents" if self.documents else "--corpus"
-            raise UsageError(f"--add and --delete edit an existing index: remove {surplus}")
+            raise UsageError(f"--add and --delete edit an existing index: remove {surplus}", code="edit-with-build")
         budget_bytes(self.memory_budget, "--memory-budget")
 
 
@@ -250,4 +257,7 @@ class DocumentSettings(Section):
 
     def check(self) -> None:
         if self.chunk_overlap > self.chunk_tokens // 2:
-            raise UsageError(f"--chunk-overlap is {self.chunk_overlap}; it must be at most half of --chunk-tokens")
+            raise UsageError(
+                f"--chunk-overlap is {self.chunk_overlap}; it must be at most half of --chunk-tokens",
+                code="chunk-overlap",
+            )

@@ -90,4 +90,4 @@ class RewardSettings(Section):
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.rewards or ()).items():
             if times > 1:
-                raise UsageError(f"--rewards has {name} {times} times; give it one weight")
+                raise UsageError(f"--rewards has {name} {times} times; give it one weight", code="reward-twice")

@@ -31,7 +31,9 @@ class ServerSettings(ListenSettings):
 
     def check(self) -> None:
         if "*" in (self.cors_origins or ()):
-            raise UsageError("--cors-origins is *, which lets any web page call the API: list the origins")
+            raise UsageError(
+                "--cors-origins is *, which lets any web page call the API: list the origins", code="cors-any-origin"
+            )
 
 
 class ModeSettings(Section):

@@ -48,7 +48,11 @@ class TrackSettings(Section):
 
     def check(self) -> None:
         if self.track != "none" and importlib.util.find_spec(self.track) is None:
-            raise R3LiteError(f"--track {self.track} needs the package {self.track}", "pip install 'r3lite[track]'")
+            raise R3LiteError(
+                f"--track {self.track} needs the package {self.track}",
+                "pip install 'r3lite[track]'",
+                code="package-missing",
+            )
 
 
 class OptimizerSettings(Section):
@@ -74,9 +78,13 @@ class OptimizerSettings(Section):
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
             end = self.min_learning_rate
-            raise UsageError(f"--min-learning-rate is {end}, but a constant rate does not fall: remove one")
+            raise UsageError(
+                f"--min-learning-rate is {end}, but a constant rate does not fall: remove one", code="constant-rate"
+            )
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
-            raise UsageError("--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one")
+            raise UsageError(
+                "--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one", code="linear-rate"
+            )
 
 
 class ValidationSettings(Section):

@@ -334,7 +334,7 @@ def check_used(command: str, config: Any) -> None:
                 if origin is Origin.SHARED:
                     hint = f" (in {values.config} it may stand in the table of another command)"
                 cause = f"{flag(name)} is {values[name]}, but has no effect here: it needs {purpose}{hint}"
-                raise UsageError(cause)
+                raise UsageError(cause, code="setting-unused")
 
 
 def _unmet(name: str, section: Section, values: CommandSettings) -> Iterator[tuple[str, bool]]:

@@ -181,7 +181,9 @@ def _take_step(
             state.rewind(snapshot)
             save(number - 1)
         if isinstance(error, NonFiniteGradients) and run.ranks.first:  # another rank may have run no row
-            raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
+            raise NonFiniteGradients(
+                f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy, code=error.code
+            ) from error
         raise
     seconds = time.perf_counter() - start
     state.num_tokens += tokens

@@ -190,7 +190,7 @@ class Oversight:
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
             remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
             remedy += f"{self.run.resume_flags} --guard off."
-            self.collapse = Collapse(f"{cause}: {alarm.message}", remedy)
+            self.collapse = Collapse(f"{cause}: {alarm.message}", remedy, code="collapse")
             return True
         guard.rolled_back()
         scale = f"learning rate x {guard.rate_scale:g}"

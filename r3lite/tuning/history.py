@@ -79,7 +79,9 @@ class History:
     def _read(self) -> None:
         record = read_record(self.path, REMEDY)
         if record.text("origin") != self.origin:
-            raise R3LiteError(f"{self.path} has another first prompt or other questions", REMEDY)
+            raise R3LiteError(
+                f"{self.path} has another first prompt or other questions", REMEDY, code="history-differs"
+            )
         self.candidates = [Candidate.from_json(candidate) for candidate in record.records("candidates")]
         ids = [candidate.id for candidate in self.candidates]
         if not ids or ids != list(range(len(ids))):

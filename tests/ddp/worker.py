@@ -173,7 +173,7 @@ def bad_data_on_the_last_rank(patch: Patch) -> None:
 
     def read(config):
         time.sleep(1)
-        raise R3LiteError("rows.jsonl, line 3: no messages", "Mend the line.")
+        raise R3LiteError("rows.jsonl, line 3: no messages", "Mend the line.", code="broken")
 
     if RANK == SIZE - 1:
         patch.setattr("r3lite.assembly.supervised.read_data", read)

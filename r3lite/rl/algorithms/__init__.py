@@ -44,4 +44,4 @@ def check(settings: RLSettings, set_by_user: Collection[str], lengths: LengthSet
             continue
         readers = ", ".join(name for name, cls in ALGORITHMS.items() if setting in cls.own_settings)
         problem = f"{flag(setting)} is {value}, but has no effect with --algorithm {settings.algorithm}"
-        raise UsageError(f"{problem}: it needs one of {readers}")
+        raise UsageError(f"{problem}: it needs one of {readers}", code="algorithm-option-unused")
