@@ -37,6 +37,8 @@ def test_without_spans_no_clock_is_read(monkeypatch):
     monkeypatch.setattr("r3lite.core.spans.time", None)
     with NO_SPANS.span("rollout", episodes=1) as told:
         assert told == {"episodes": 1}
+    NO_SPANS.add("retrieve", "retriever", NO_SPANS.now(), queries=3)
+    assert not NO_SPANS.take()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Spans (named, nested time intervals) of the parts of a run, for `--track-spans`; and the seconds of a step's stages.
+"""Spans (named, nested time intervals) of the parts of a run, for `--track-spans`, and the seconds of a step's stages.
 
-Where no spans are recorded, `NO_SPANS` takes the place of `Spans`.
+Code that records spans gets `Spans`, or NO_SPANS, which records none.
 """
 
 import secrets
@@ -94,10 +94,7 @@ class Spans:
 
 
 class NoSpans(Spans):
-    """Records no spans and reads no clock."""
-
-    def __init__(self):
-        pass
+    """Records nothing: the recorder of a run without --track-spans, and of all ranks but the first."""
 
     def now(self) -> int:
         return 0
@@ -108,15 +105,12 @@ class NoSpans(Spans):
     def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
         pass
 
-    def take(self) -> list[Span]:
-        return []
-
 
 NO_SPANS = NoSpans()
 
 
 def build_spans(track_spans: str) -> Spans:
-    """Returns the recorder for --track-spans; one that records nothing if it is off."""
+    """Returns the recorder for --track-spans."""
     return NO_SPANS if track_spans == "none" else Spans()
 
 
