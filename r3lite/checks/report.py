@@ -29,8 +29,8 @@ MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
 
 @dataclass
-class Report:
-    """The findings, printed as they are made, and kept for the file without what names the user."""
+class CheckLog:
+    """The findings of checks, printed as they are made, and held for the file without what names the user."""
 
     hide: Callable[[str], str]
     checks: list[dict] = field(default_factory=list)

@@ -94,16 +94,16 @@ class WrongReply(R3LiteError):
 
 
 class Link:
-    """Sends requests to one server, each of at most `seconds` and `most` bytes of reply.
+    """Sends requests to one server, each of at most `seconds` and `max_bytes` of reply.
 
     `remedy` is what to do if one fails; the values of `headers` are keys, which are never shown.
     """
 
-    def __init__(self, url: str, remedy: str, seconds: float, most: int, headers: dict[str, str] | None = None):
+    def __init__(self, url: str, remedy: str, seconds: float, max_bytes: int, headers: dict[str, str] | None = None):
         self.url = url
         self.remedy = remedy
         self.limits = (CONNECT, seconds, seconds, seconds)
-        self._client = BoundedClient(most, headers)
+        self._client = BoundedClient(max_bytes, headers)
         self.calls = Calls(seconds)
         self._keys = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 

@@ -38,8 +38,8 @@ class Report:
         return {name: charts for name, charts in sections.items() if charts}
 
 
-def html(report: Report, written: str, again_after: int | None = None) -> str:
-    """Returns the page; `written` is when. With `again_after`, browsers reload it after that number of seconds."""
+def html(report: Report, date_line: str, reload_seconds: int | None = None) -> str:
+    """Returns the page; `date_line` tells when it was made. With `reload_seconds`, browsers reload it after so many."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["anchor"] = lambda name: re.sub(r"[\W_]", "-", name.lower())
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -57,8 +57,8 @@ def html(report: Report, written: str, again_after: int | None = None) -> str:
         sections.append("Settings")
     return template.render(
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
-        written=written,
-        again_after=again_after,
+        date_line=date_line,
+        reload_seconds=reload_seconds,
         overview=_overview(report),
         notes=[f"{run.name}: {note}" for run in runs for note in (*run.notes, *_alarms(run))],
         sections=sections,
