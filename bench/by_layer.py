@@ -18,7 +18,6 @@ from bench.stress.simulated_cuda import GIB, SimulatedCuda
 from bench.stress.simulation.counts import Counts
 from r3lite.devices.cards import CARDS, Speeds
 from r3lite.devices.precision import Precision
-from r3lite.memory.duration import CARD, Cost
 from r3lite.models.causal_lm import ModelConfig
 
 ROOM = 64 * GIB  # of the simulated card: nothing here is about what fits
@@ -54,24 +53,38 @@ def moved(counts: Counts) -> int:
     return counts.read + counts.written
 
 
-def cost(counts: Counts) -> Cost:
-    """In the terms of r3lite/memory/duration.py: a card multiplies while it reads, and all else takes its own time."""
-    products = sum(counts.moved[name] for name in PRODUCTS)
+@dataclass(frozen=True)
+class Cost:
+    """What is counted of some work on a model of so many layers."""
+
+    of_products: float  # bytes that matrix products move
+    products: float  # their operations
+    attention: float  # operations of attention
+    moved: float  # bytes that all other kernels move
+    kernels: float
+
+    def seconds(self, card: Speeds, dtype: str) -> float:
+        """Returns the time at a card's peaks: it multiplies while it reads, and all else takes its own time."""
+        bandwidth, flops = card.bandwidth[dtype], card.flops[dtype]
+        products = max(self.of_products / bandwidth, self.products / flops)
+        return products + self.moved / bandwidth + self.attention / flops + self.kernels * card.launch
+
+
+def cost(split: Split, layers: int) -> Cost:
+    def total(figure: Callable[[Counts], float]) -> float:
+        return figure(split.outside) + layers * figure(split.layer)
+
+    of_products = total(lambda counts: sum(counts.moved[name] for name in PRODUCTS))
     return Cost(
-        weights=products,
-        products=sum(counts.computed[name] for name in PRODUCTS),
-        attention=sum(n for name, n in counts.computed.items() if "attention" in name),
-        activations=moved(counts) - products,
-        kernels=counts.kernels,
+        of_products=of_products,
+        products=total(lambda counts: sum(counts.computed[name] for name in PRODUCTS)),
+        attention=total(lambda counts: sum(n for name, n in counts.computed.items() if "attention" in name)),
+        moved=total(moved) - of_products,
+        kernels=total(lambda counts: counts.kernels),
     )
-
-
-def seconds(found: Split, layers: int, card: Speeds, dtype: str) -> float:
-    """Predicted for a model of so many layers; see r3lite/memory/duration.py."""
-    return (cost(found.outside) + cost(found.layer) * layers).seconds(card, dtype, CARD)
 
 
 def on_cards(found: Split, layers: int, dtype: torch.dtype) -> dict[str, float]:
     """Predicted seconds on each card of the table. What was counted in bf16 moves as many bytes in fp16."""
     name = "fp32" if dtype == torch.float32 else "fp16"
-    return {card.name: float(f"{seconds(found, layers, card, name):.3g}") for card in CARDS}
+    return {card.name: float(f"{cost(found, layers).seconds(card, name):.3g}") for card in CARDS}

@@ -36,8 +36,8 @@ from bench.card_settings import (
 )
 from bench.options import precision
 from bench.recipe import terminate
-from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.files import sole_writer, write_json
 
 STATE = "card.json"  # in the folder of the run
@@ -322,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with sole_writer(options.output):
             if (options.output / STATE).exists():
-                raise R3LiteError(f"{options.output} has a run", "Name another --output.")
+                raise R3LiteError(f"{options.output} has a run", "Name another --output.", code="output-not-empty")
             run = Run(options.output, settings, records.provenance(precision(options)))
             try:
                 run.advance()

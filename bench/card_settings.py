@@ -9,8 +9,7 @@ from pathlib import Path
 from bench.options import RESULTS
 from bench.recipe_settings import name_of
 from r3lite.assembly import reinforcement
-from r3lite.core.command import COMMANDS, check_used
-from r3lite.core.config import check_required, sections
+from r3lite.core.config import check_required
 from r3lite.core.errors import UsageError
 from r3lite.core.invocation import resolve
 from r3lite.settings import EvaluateConfig, PpoConfig
@@ -129,7 +128,7 @@ def parse(argv: list[str] | None, description: str | None) -> tuple[Settings, ar
     else:
         of_rl = ("--config", options.config)
     try:
-        usual = resolve("evaluate", EvaluateConfig(), ["--preset", options.preset], COMMANDS)
+        usual = resolve("evaluate", EvaluateConfig(), ["--preset", options.preset])
         settings = Settings(
             model=options.model or usual.model.model,
             encoder=options.encoder or usual.retrieval.encoder,
@@ -156,22 +155,17 @@ def check(settings: Settings) -> None:
     output = Path("output")
     for seed, adapter in settings.adapters.items():
         for label in TRAININGS:
-            config = resolve("ppo", PpoConfig(), settings.training(label, seed, adapter, output), COMMANDS)
-            _check_sections("ppo", config)
+            config = resolve("ppo", PpoConfig(), settings.training(label, seed, adapter, output))
+            config.check_settings("ppo")
             reinforcement.check(config)
             if config.rl.learn != label:
-                raise UsageError(f"--flags {label} changes --learn: remove it")
+                raise UsageError(f"--flags {label} changes --learn: remove it", code="flags-change-learn")
             if settings.eval_data not in (config.data.exclude or ()):
-                raise UsageError(f"--flags {label} has --exclude: pass --exclude to the bench, which adds --eval-data")
-        _check_sections(
-            "evaluate", resolve("evaluate", EvaluateConfig(), settings.evaluation(adapter, output), COMMANDS)
-        )
-
-
-def _check_sections(command: str, config: PpoConfig | EvaluateConfig) -> None:
-    for section in sections(config).values():
-        section.check()
-    check_used(command, config)
+                raise UsageError(
+                    f"--flags {label} has --exclude: pass --exclude to the bench, which adds --eval-data",
+                    code="flags-exclude",
+                )
+        resolve("evaluate", EvaluateConfig(), settings.evaluation(adapter, output)).check_settings("evaluate")
     check_required(config)
 
 

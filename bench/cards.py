@@ -9,7 +9,6 @@ long as trajectories of HotpotQA are. A test holds the page to what this prints.
 from bench import records
 from bench.options import HUB
 from r3lite import plan
-from r3lite.core.command import COMMANDS
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve
 from r3lite.devices.cards import GIB, LAUNCH, Speeds, card
@@ -33,11 +32,11 @@ PAGE = """\
 # Laptop GPUs: what fits, and how fast
 
 **Predicted, not measured.** r3lite has run on an H100 and an H200 only ([figures.md](figures.md#speed)). The times
-below are computed from the peak speeds in data sheets. No GPU sustains those, so every time is a best case.
+below are computed from half the peak speeds in data sheets. Expect them to be right within a factor of two.
 
-To predict a run on your GPU: `python -m r3lite.plan --card "GTX 1650"`. On the GPU itself, leave `--card` out: the
-first command that predicts a time measures the GPU's speed in a few seconds, and later predictions use it. For other
-models see [models.md](models.md).
+To predict a run on your GPU: `python -m r3lite.plan --card "GTX 1650"`; an unknown name lists the known ones. On the
+GPU itself, leave `--card` out: the GPU's speed is then measured in a second. Once a run has taken two steps, the "ETA"
+of its progress line comes from the measured steps instead. For other models see [models.md](models.md).
 
 {tables}
 
@@ -56,11 +55,11 @@ long.
 
 ## Method
 
-The time of an operation is the time to read its weights or to compute its matrix products, whichever is longer, plus
-attention, elementwise operations and {launch:g} microseconds per kernel (`r3lite/memory/duration.py`). Not included:
-loading, retrieval on the CPU, offload to host memory, judges, validation and checkpoints. `python -m bench.memory`
-compares predicted and measured times. `r3lite/devices/cards.py` has the GPUs' figures with their sources;
-`python -m bench.cards` prints this page.
+A time is the time to read the weights and to compute the matrix products, both at half of the peak speed, and
+{launch:g} microseconds per kernel, or {graph:g} in a CUDA graph (`r3lite/memory/duration.py`). Not included: loading,
+retrieval on the CPU, offload to host memory, judges, validation and checkpoints. `python -m bench.memory` compares
+predicted and measured times ([figures.md](figures.md#memory)). `r3lite/devices/cards.py` has the GPUs' figures with
+their sources; `python -m bench.cards` prints this page.
 """
 
 
@@ -76,7 +75,7 @@ def planned(given: list[str]) -> Plan | None:
     learns = plan.learns(given)
     config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
     try:
-        return plan.make(resolve("plan", config, given, COMMANDS, table="ppo" if learns else "sft"))
+        return plan.make(resolve("plan", config, given, table="ppo" if learns else "sft"))
     except R3LiteError:
         return None
 
@@ -126,7 +125,8 @@ def fits(size: str) -> list[dict]:
 def page() -> str:
     tables = [f"## {size}\n\n{records.table(fits(size))}" for size in SIZES]
     return PAGE.format(
-        launch=LAUNCH * 1e6 * duration.CARD.launches,
+        launch=LAUNCH * 1e6 * duration.LAUNCHES,
+        graph=LAUNCH * 1e6 * duration.LAUNCHES_IN_GRAPH,
         tables="\n\n".join(tables),
     )
 

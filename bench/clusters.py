@@ -98,9 +98,8 @@ def plan_of(size: str, known: Speeds, more: list[str]) -> Plan:
     return found
 
 
-def seconds(found: Plan, costs: list[duration.Cost]) -> float:
-    w = found.workload
-    return sum(cost.seconds(w.speeds, w.dtype, duration.CARD) for cost in costs)
+def seconds(found: Plan, cost: duration.Cost) -> float:
+    return cost.seconds(found.workload.speeds, found.workload.dtype)
 
 
 # SFT
@@ -155,16 +154,15 @@ class Simulation:
         every = [episode for group in lengths() for episode in group]
         self.mean = statistics.fmean(tokens for tokens, _, _ in every)
         work = replace(w, episodes=MINI_BATCH, step_rows=MINI_BATCH, mean_tokens=self.mean, steps=None)
-        self.a_token = seconds(found, duration.update(work, found.memory)[:3]) / (MINI_BATCH * self.mean)
+        self.a_token = seconds(found, duration.update(work, found.memory)) / (MINI_BATCH * self.mean)
         self.a_score = seconds(found, duration.score(work, found.memory)) / (MINI_BATCH * self.mean)
-        self.optimizer = seconds(found, [duration.optimizer_step(w)])
         self.steps: dict[int, float] = {}
 
     def step(self, rows: int) -> float:
         """Seconds of one more token in each of `rows` rows, whose caches are three quarters full in the mean."""
         if rows not in self.steps:
-            costs = duration.decode(self.found.workload, self.found.memory, rows, 0.75 * self.mean)
-            self.steps[rows] = seconds(self.found, costs)
+            cost = duration.decode(self.found.workload, self.found.memory, rows, 0.75 * self.mean)
+            self.steps[rows] = seconds(self.found, cost)
         return self.steps[rows]
 
     def sampling(self, episodes: list[tuple[int, int, int]]) -> float:
@@ -172,7 +170,7 @@ class Simulation:
         w, memory = self.found.workload, self.found.memory
         given = sum(tokens - sampled for tokens, sampled, _ in episodes)
         passes = max(1, -(-given // memory.micro_batch_tokens))
-        reading = [duration.forward(w, memory, given / passes, self.mean / 2) * passes]
+        reading = duration.forward(w, memory, passes, given, self.mean / 2)
         rows, total = min(memory.rollout_batch_size, len(episodes)), seconds(self.found, reading)
         waiting = sorted((sampled for _, sampled, _ in episodes), reverse=True)
         running, waiting = waiting[:rows], waiting[rows:]
@@ -203,7 +201,7 @@ class Simulation:
             rounds.append(
                 Timed(
                     sample=max(sampled),
-                    update=sum(map(max, busy)) + len(batches) * self.optimizer,
+                    update=sum(map(max, busy)),
                     all_reduce=reduced,
                     retrieve=queries / queries_a_second(),
                     waited=1 - sum(map(statistics.fmean, parts)) / longest,

@@ -128,7 +128,6 @@ def rl_round(
     """
     from r3lite.assembly import rl_setup
     from r3lite.checks.sample import whole_card
-    from r3lite.core.command import COMMANDS
     from r3lite.core.files import shipped
     from r3lite.core.invocation import resolve
     from r3lite.retrieval.retriever import build_retriever
@@ -143,9 +142,9 @@ def rl_round(
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
-        config = resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS)
+        config = resolve("ppo", PpoConfig(), [*flags.split(), *question])
         with whole_card(precision.device):  # others hold memory in this process, too
-            engine, learner, _ = rl_setup.build(config, [Question("1", "b", ("x",))])
+            engine, learner, _ = rl_setup.build_learning(config, [Question("1", "b", ("x",))])
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
     engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")
@@ -166,7 +165,7 @@ def rl_round(
         seconds["rollout"] = time.perf_counter() - start
         check_lengths(sampled, (searches + 1) * new)
         rewards = ([(s.step_ends[-1], float(i % 2))] for i, s in enumerate(sampled))
-        rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]
+        rollouts = [Rollout(s, r, 0) for s, r in zip(sampled, rewards)]
         learner.learn(Batch.of(rollouts), seed="0")
         seconds["update"] = time.perf_counter() - start - seconds["rollout"] - seconds["scoring"]
         return seconds

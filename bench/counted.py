@@ -20,7 +20,6 @@ from bench.full_length import full_prompts, full_rows
 from bench.stress.simulated_cuda import SimulatedCuda
 from bench.stress.simulation.counts import Counts
 from r3lite.assembly import supervised
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.precision import Precision, dtype_name
@@ -154,7 +153,7 @@ def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> 
         flags = f"--model {folder} --data {data} --device cuda --dtype {dtype_name(precision.dtype)} --quantize none"
         flags += f" --max-length {tokens} --batch-size 1 --gradient-accumulation 1 --max-steps 3 --validation-rows 0"
         flags += f" --recompute-layers {recomputed}"
-        config = resolve("sft", SftConfig(), flags.split(), COMMANDS)
+        config = resolve("sft", SftConfig(), flags.split())
         return supervised.build_trainer(config, *read_data(config))
 
 

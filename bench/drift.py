@@ -29,7 +29,6 @@ from bench.algorithms import run
 from bench.options import RESULTS
 from r3lite.assembly import rl_setup
 from r3lite.assembly.rl_round import RoundSampler
-from r3lite.core.command import COMMANDS
 from r3lite.core.files import shipped, write_text
 from r3lite.core.invocation import resolve
 from r3lite.core.spans import Stopwatch
@@ -118,10 +117,10 @@ class Seed:
     def last_kl(self, output: Path) -> tuple[float, float]:
         """KL from the cold start per token after the last round, and its standard error over questions."""
         flags = [*self.rl, *DEV, "--kl-beta", "0.001", "--data", str(WORLD / "dev.jsonl")]
-        config = resolve("ppo", PpoConfig(), flags, COMMANDS)
+        config = resolve("ppo", PpoConfig(), flags)
         questions = read_questions_of(config.data, config.mixture)
         retrieve = build_retriever(Setup(config.retrieval, questions, config.common.seed))
-        engine, learner, state = rl_setup.build(config, questions)
+        engine, learner, state = rl_setup.build_learning(config, questions)
         state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.folders_by_step(output))}"))
         sampled = RoundSampler(config, questions, engine, retrieve, None).sample(1, Stopwatch())
         batch = Batch.of(sampled.rollouts())

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from bench import records
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import encode_fitting, encode_rows_of, read_data
@@ -46,7 +45,7 @@ def adamw(model: str, data: str, output: Path) -> None:
     """Writes a line of JSON for each step of AdamW in fp32."""
     from transformers import AutoModelForCausalLM
 
-    config = resolve("sft", SftConfig(), flags(model, data, output.parent), COMMANDS)
+    config = resolve("sft", SftConfig(), flags(model, data, output.parent))
     protocols, rows, validation = read_data(config)
     tokenizer = Tokenizer.load(resolve_folder(model), "auto")
     lengths = LengthSettings(max_length=TOKENS, max_document_tokens=config.sft.max_document_tokens)
@@ -56,7 +55,7 @@ def adamw(model: str, data: str, output: Path) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.0)
 
     def loss_of(row) -> tuple[torch.Tensor, int]:
-        ids, mask = torch.tensor([row.tokens]), torch.tensor(row.loss_mask)[1:].bool()
+        ids, mask = torch.tensor([row.tokens]), torch.tensor(row.action_mask)[1:].bool()
         logits = network(input_ids=ids).logits[0, :-1][mask, : tokenizer.size]
         return F.cross_entropy(logits, ids[0, 1:][mask], reduction="sum"), int(mask.sum())
 

@@ -28,7 +28,6 @@ from r3lite.assembly import reinforcement, rl_setup
 from r3lite.assembly.rl_round import sample
 from r3lite.assembly.validation import greedy
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.command import COMMANDS, check_used
 from r3lite.core.config import check_required, flag, sections
 from r3lite.core.episode import Episode, Question, Retrieve
 from r3lite.core.errors import NotFinite, R3LiteError, UsageError
@@ -88,22 +87,20 @@ def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
     parser.add_argument("--output", type=Path, default=Path("runs/headroom.json"), help="JSON file to add a run to")
     options, rest = parser.parse_known_args(argv)
     if options.questions < 1:
-        raise UsageError(f"--questions is {options.questions}; it must be at least 1")
+        raise UsageError(f"--questions is {options.questions}; it must be at least 1", code="below-least")
     if options.groups < 0 or options.groups % 2 or options.groups > options.questions:
         wrong = f"--groups is {options.groups}; it must be even, to be halved, and at most --questions"
-        raise UsageError(f"{wrong}, {options.questions}")
-    config = resolve("ppo", PpoConfig(), rest, COMMANDS)
+        raise UsageError(f"{wrong}, {options.questions}", code="too-few-questions")
+    config = resolve("ppo", PpoConfig(), rest)
     sampling = {name for section in SECTIONS for name in vars(sections(config)[section])}
     passed = vars(build_parser("ppo", PpoConfig()).parse_known_args(rest)[0])
     for name in passed:
         if name not in sampling.union(SETTINGS):
-            raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it")
-    for section in sections(config).values():
-        section.check()
-    check_used("ppo", config)
+            raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it", code="setting-unused")
+    config.check_settings("ppo")
     check_required(config)
     if config.lora.no_lora:
-        raise UsageError("--no-lora has no adapter, whose gradients are measured: remove it")
+        raise UsageError("--no-lora has no adapter, whose gradients are measured: remove it", code="no-lora-gradients")
     reinforcement.check(config)
     return config, options
 
@@ -123,7 +120,7 @@ def probe(config: PpoConfig, options: Options) -> dict:
     searching = [question for question in questions if protocols[question.source].searches] or questions
     setup = Setup(config.retrieval, searching, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
-    engine, learner, state = rl_setup.build(config, questions)
+    engine, learner, state = rl_setup.build_learning(config, questions)
     run = described(config, learner.precision)
     drawn = draw(questions, options.questions, config.common.seed)
     start = time.monotonic()
@@ -195,7 +192,7 @@ def sample_all(
                 groups.append(group_of(group, answers, number=len(groups)))
             rows.append(Row(question.id, greedy_answer, answers))
     if not rows:
-        raise R3LiteError("the retriever failed on every question", "Fix that, and try again.")
+        raise R3LiteError("the retriever failed on every question", "Fix that, and try again.", code="retriever-failed")
     halved = len(groups) // 2 * 2  # failures may have left an odd number
     return Sampled(rows, groups[:halved], failures)
 
@@ -209,7 +206,7 @@ def answer_of(episode: Episode) -> Answer | None:
 
 def group_of(sequences: Sequence[SampledSequence], answers: Sequence[Answer], number: int) -> Group:
     """The episodes of a question with their rewards; recall is 0 for all if the question has no gold paragraphs."""
-    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], number) for s in sequences]
+    rollouts = [Rollout(s, [], number) for s in sequences]
     em = [answer.em for answer in answers]
     recall = [answer.recall or 0.0 for answer in answers]
     return Group(rollouts, {"em": em, "recall": recall})
@@ -233,7 +230,7 @@ def group_gradient(
         return None
     rewarded = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        last = len(rollout.action_mask) - 1 - rollout.action_mask[::-1].index(True)
+        last = len(rollout.record.action_mask) - 1 - rollout.record.action_mask[::-1].index(True)
         rewarded.append(replace(rollout, rewards=[(last, reward)]))
     batch = learner.algorithm.with_advantages(Batch.of(rewarded))
     for parameter in parameters:
@@ -245,7 +242,9 @@ def group_gradient(
     if learner.precision.scaler is not None:
         gradient /= learner.precision.scaler.get_scale()
     if not gradient.isfinite().all():
-        raise NotFinite("the gradient of a group is not finite", "Pass --dtype bf16 or fp32.")
+        raise NotFinite(
+            "the gradient of a group is not finite", "Pass --dtype bf16 or fp32.", code="gradients-not-finite"
+        )
     return gradient
 
 

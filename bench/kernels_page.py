@@ -38,8 +38,8 @@ and the weight as the product reads it; with `--compile`, what Inductor counts o
 dequantization, compiled for a CPU, and the same weight read.
 """
 PREDICTED = """\
-Predicted, by the rule of `r3lite/memory/duration.py`: products take the time of their bytes or of their operations,
-whichever is longer; then come the bytes of all other kernels, attention's operations, and 5 microseconds for each
+Predicted, from the peaks of data sheets: products take the time of their bytes or of their operations, whichever is
+longer; then come the bytes of all other kernels, attention's operations, and 5 microseconds for each
 kernel, in graphs too. Bytes are those of the tables above, so caches save none of them; that makes a time longer, the
 peaks make it shorter. Bandwidth and operations are the peaks of data sheets, whose sources `docs/cards.md` names. It
 is told whether or not the work fits into the card's memory."""

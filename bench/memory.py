@@ -155,7 +155,7 @@ def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
     """Seconds of a step or round, and of the rollout in it: measured, and predicted from the device's speeds now."""
     alone = precision.device.type == "cpu" and torch.get_num_threads() == 1
     with mock.patch.object(time, "perf_counter", time.process_time if alone else time.perf_counter):
-        speeds = speed.measure(precision.device, linear)
+        speeds = speed.measure(precision.device, linear, [dtype_name(precision.dtype)])
         plan, record = run_command(case, folder, precision)
     predicted = duration.predict(replace(plan.workload, speeds=speeds), plan.memory)
     pairs = {"step": (record["step_time"], predicted.seconds)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from r3lite.assembly import supervised
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
-from r3lite.core.command import COMMANDS
+
 from r3lite.datasets.sources import read_data
 from r3lite.settings import SftConfig
 from r3lite.training import optim
@@ -26,7 +26,7 @@ rows = Path(sys.argv[1]) / "rows.jsonl"
 turns = lambda i: [{"role": "user", "content": f"Who is {i}?"}, {"role": "assistant", "content": f"It is {i}." * 40}]
 write_jsonl(rows, [{"messages": turns(i)} for i in range(64)])
 arguments = ["--preset", "tiny", "--data", str(rows), "--validation-rows", "0", "--max-steps", "1000"]
-config = resolve("sft", SftConfig(), arguments, COMMANDS)
+config = resolve("sft", SftConfig(), arguments)
 trainer = supervised.build_trainer(config, *read_data(config))
 optim.set_rate(trainer.state.optimizer, 0.01)
 for number, _ in enumerate(sys.stdin, 1):

@@ -41,8 +41,8 @@ from bench.recipe_settings import (
     without_length,
 )
 from r3lite.core.answer_match import question_key
-from r3lite.core.command import COMMANDS, Terminated
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import resolve
 from r3lite.datasets.collected import rejected_ids
@@ -77,7 +77,7 @@ class Stage:
         """Whether it has sampled all its questions and kept no trajectory, which `collect` calls a failure."""
         if not self.grows or not self.result.exists() or self.result.stat().st_size:
             return False
-        config = resolve("collect", CollectConfig(), self.arguments, COMMANDS)
+        config = resolve("collect", CollectConfig(), self.arguments)
         return {question.id for question in new_questions(config.data)} <= rejected_ids(self.result)
 
 
@@ -242,7 +242,11 @@ class Way:
         """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
         cost = self.costs.get(stage.name, {"command": stage.command, "seconds": 0.0, "starts": 0, "commits": []})
         if cost.setdefault("arguments", stage.arguments) != stage.arguments:
-            raise R3LiteError(f"the stage {stage.name} was begun with other flags", "Name another --output.")
+            raise R3LiteError(
+                f"the stage {stage.name} was begun with other flags",
+                "Name another --output.",
+                code="stage-flags-differ",
+            )
         if stage.result.exists() and not (stage.grows and not cost.get("complete")):
             return
         self.costs[stage.name] = cost
@@ -258,7 +262,9 @@ class Way:
             raise
         if process.returncode and not stage.is_empty():
             message = f"the stage {stage.name} failed with status {process.returncode}"
-            raise R3LiteError(message, "Its own message stands above; the same command again goes on with it.")
+            raise R3LiteError(
+                message, "Its own message stands above; the same command again goes on with it.", code="stage-failed"
+            )
         cost["complete"] = True
         self.note()
 
@@ -339,7 +345,11 @@ def begun(folder: Path, settings: Settings, precision: Any) -> dict:
     known = read_json(path)
     if changed := [key for key in now if key not in MORE and known["settings"].get(key) != now[key]]:
         changes = ", ".join(f"{key} (was {known['settings'].get(key)}, is {now[key]})" for key in changed)
-        raise R3LiteError(f"{folder} holds a way with other settings: {changes}", "Name another --output.")
+        raise R3LiteError(
+            f"{folder} holds a way with other settings: {changes}",
+            "Name another --output.",
+            code="recipe-settings-differ",
+        )
     return known["on"]
 
 

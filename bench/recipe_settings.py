@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.options import RESULTS
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.evaluate import EvaluateConfig
 
@@ -177,7 +176,7 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
         made.error(f"--then has {twice[0]} twice, which would train the same again")
     if given.cross_fit and "rl" not in given.then:
         made.error("--cross-fit works only with --then rl")
-    usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset], COMMANDS)
+    usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset])
     model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
     stages = {"then": tuple(given.then), "baselines": tuple(given.baselines), "cross_fit": given.cross_fit}
     on = {"dtype": given.dtype, "device": given.device}

@@ -5,18 +5,19 @@ import importlib
 import sys
 from pathlib import Path
 
-from r3lite.core.command import COMMANDS, ignore_output
+from r3lite.core.command_names import COMMANDS
+from r3lite.core.environment import ignore_output
 from r3lite.core.errors import nearest
 
 
 def summary(name: str) -> str:
-    """What a command does: the first line of its file. It is read, not imported, so that the list is quick."""
+    """Returns the first line of a command's file, which is read, not imported, so that the list is quick."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 
 
 def listing() -> str:
-    """The commands with a line each."""
+    """Returns the commands with a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary(name)}" for name in COMMANDS]
     return "\n".join(["usage: r3lite COMMAND [--setting VALUE ...]", "", *lines, "", "See r3lite COMMAND --help."])
@@ -24,7 +25,9 @@ def listing() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None:
+        argv = sys.argv[1:]
+    name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         try:
             print(listing(), flush=True)
@@ -33,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         return 0
     if name not in COMMANDS:
-        known = ", ".join(COMMANDS) + nearest(name, COMMANDS)
-        print(f"r3lite: unknown command {name!r}; choose from {known}", file=sys.stderr)
+        choices = ", ".join(COMMANDS) + nearest(name, COMMANDS)
+        print(f"r3lite: unknown command {name!r}; choose from {choices}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"r3lite.{name}").main(rest)
+    return importlib.import_module(f"r3lite.{name}").main(argv[1:])
 
 
 if __name__ == "__main__":

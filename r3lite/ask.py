@@ -13,9 +13,10 @@ PROMPT = "question> "
 
 
 def ask(config: AskConfig) -> None:
+    """Answers --question, or without it the questions that are typed or piped."""
     question = config.ask.question
     if question is not None and not question.strip():
-        raise UsageError("the question is empty")
+        raise UsageError("the question is empty", code="question-empty")
 
     from r3lite.assembly.answering import build_engine, open_retriever
     from r3lite.assembly.asking import AskSession
@@ -25,7 +26,13 @@ def ask(config: AskConfig) -> None:
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
     if result_of_run(config.model.model, config.model.adapter) is None:
         print("warning: without --adapter, the model is not trained on the step format", file=sys.stderr)
-    session = AskSession(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
+    session = AskSession(
+        engine=build_engine(config, 1),
+        retrieve=retrieve,
+        finder=finder,
+        seed=config.common.seed,
+        as_json=config.ask.json,
+    )
     if question is not None:
         session.ask(question)
         return
@@ -40,7 +47,7 @@ def ask(config: AskConfig) -> None:
 
 
 def lines(as_json: bool) -> Iterator[str]:
-    """Questions that are typed, or piped, up to an empty line or the end of the input."""
+    """Yields questions that are typed, or piped, up to an empty line or the end of the input."""
     from r3lite.core.terminal import printable
 
     with contextlib.suppress(ImportError):  # Windows has none, but a history of its own
@@ -63,9 +70,11 @@ def lines(as_json: bool) -> Iterator[str]:
 
 
 def plan(config: AskConfig) -> str:
+    """Returns the memory that an episode takes, for `--dry-run`."""
     from r3lite.assembly.answering import plan_memory
 
-    return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{plan_memory(config, 1).table()}"
+    memory = plan_memory(config, 1)
+    return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("ask", AskConfig(), ask, plan).entry(__name__)
+main = command.Command("ask", AskConfig(), work=ask, plan=plan).entry(__name__)

@@ -23,6 +23,7 @@ class CheckFormatConfig(CommandConfig):
 
 
 def check(config: CheckFormatConfig) -> None:
+    """Prints how the turn in --turn is parsed, or without it a sample episode."""
     from r3lite.protocols.registry import build_protocol
 
     protocol = build_protocol(config.protocol)
@@ -35,7 +36,7 @@ def check(config: CheckFormatConfig) -> None:
 
 
 def sample(protocol: Protocol) -> list[Step]:
-    """The steps of the format's example, with documents."""
+    """Returns the steps of the format's example, with documents."""
     return [step.with_documents([FOUND] * len(step.searches)) for step in protocol.example()]
 
 
@@ -59,7 +60,8 @@ def show(protocol: Protocol, step: Step) -> None:
     """Prints what a step was understood to be, and its faults."""
     print(f"analysis: {step.analysis}")
     for search in step.searches:
-        print(f"query: {search.query}" + (f" ({search.source})" if search.source else ""))
+        source = f" ({search.source})" if search.source else ""
+        print(f"query: {search.query}{source}")
     if step.verification:
         print(f"verification: {step.verification}")
     if step.answer is not None:

@@ -10,13 +10,16 @@ from r3lite.settings import EvaluateConfig
 
 
 def evaluate(config: EvaluateConfig) -> None:
+    """Answers and scores the questions of --data, or compares the evaluations of --compare."""
     from r3lite.evaluation.folder import check_output, compare_predictions
 
     if config.evaluate.compare:
         compare_predictions(config.evaluate.pairs, config.common.seed, config.common.output)
         return
     if not config.data.data:
-        raise UsageError("--data is missing: pass a question file in any supported format, or name,subset,split")
+        raise UsageError(
+            "--data is missing: pass a question file in any supported format, or name,subset,split", code="data-missing"
+        )
     check_baseline(config)
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     with sole_writer(output):
@@ -27,7 +30,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def check_baseline(config: EvaluateConfig) -> None:
-    """Refuses a baseline that lacks what it is about."""
+    """Raises R3LiteError for a baseline that lacks the retriever or the search that it needs."""
     from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.transcript import OPENINGS
 
@@ -35,13 +38,18 @@ def check_baseline(config: EvaluateConfig) -> None:
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
     if opening.searches and config.retrieval.retriever == "none":
-        raise R3LiteError(f"--baseline {baseline} needs a retriever, but --retriever is none", "Pass another one.")
+        raise R3LiteError(
+            f"--baseline {baseline} needs a retriever, but --retriever is none",
+            "Pass another one.",
+            code="baseline-without-retriever",
+        )
     if opening.searches and not protocol.searches:
         cause = f"--baseline {baseline} needs a search, but --format {config.protocol.format} has none"
-        raise R3LiteError(cause, "Pass another --baseline or --format.")
+        raise R3LiteError(cause, "Pass another --baseline or --format.", code="baseline-without-searches")
 
 
 def plan(config: EvaluateConfig) -> str:
+    """Returns the memory that the model and the judge take, for `--dry-run`."""
     from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
 
     if config.evaluate.compare:
@@ -51,4 +59,4 @@ def plan(config: EvaluateConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("evaluate", EvaluateConfig(), evaluate, plan).entry(__name__)
+main = command.Command("evaluate", EvaluateConfig(), work=evaluate, plan=plan).entry(__name__)

@@ -33,9 +33,10 @@ class ExportConfig(CommandConfig):
 
 
 def export(config: ExportConfig) -> None:
+    """Writes the export to --output, unless it is there, and with --push uploads it."""
     settings = config.export
     if config.common.output is None:
-        raise UsageError("--output is missing: pass a new folder")
+        raise UsageError("--output is missing: pass a new folder", code="output-missing")
     if FILES[settings.form]:
         with extra("gguf", "a GGUF file"):  # before the merge
             import gguf  # noqa: F401
@@ -46,23 +47,29 @@ def export(config: ExportConfig) -> None:
         scores = read_record(Path(settings.evaluation) / "scores.json", "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
-        whole, taken = is_export(output), names_in(output) if output.is_dir() else output.exists()
-        if whole or not taken:
+        already_exported = is_export(output)
+        occupied = bool(names_in(output)) if output.is_dir() else output.exists()
+        if already_exported or not occupied:
             sweep(output)  # of a kill
-        if settings.push and whole:
+        if settings.push and already_exported:
             print(f"{output} was already exported, and is not changed")
-        elif taken:
-            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.")
+        elif occupied:
+            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.", code="output-exists")
         else:
             from r3lite.assembly import exporter
 
             exporter.write(settings, config, scores, output)
         if settings.push:
-            print(hub.summary(output, settings.push, settings.push_as))
-            if settings.yes:
-                print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")
-            else:
-                print("nothing was uploaded: check the folder, then run the same command with --yes")
+            upload(settings, output)
 
 
-main = command.Command("export", ExportConfig(), export).entry(__name__)
+def upload(settings: ExportSettings, output: Path) -> None:
+    """Prints what --push uploads, and with --yes does it."""
+    print(hub.summary(output, settings.push, settings.push_as))
+    if settings.yes:
+        print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")
+    else:
+        print("nothing was uploaded: check the folder, then run the same command with --yes")
+
+
+main = command.Command("export", ExportConfig(), work=export).entry(__name__)

@@ -7,8 +7,8 @@ from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
+from r3lite.settings.addresses import collection_server
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.retrieval import collection_server
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
@@ -28,18 +28,23 @@ class IndexConfig(CommandConfig):
 
 
 def work(config: IndexConfig) -> None:
+    """Builds the index in --output, fills a Qdrant collection, or changes an index that is there."""
     # Imported after the arguments are read: FAISS and torch take seconds to load.
     from r3lite.retrieval import building
 
-    settings, output = config.index, config.common.output
+    settings = config.index
+    output = config.common.output
     if settings.edits:
         if not output:
-            raise UsageError("--output is missing: pass the folder of the index to edit")
+            raise UsageError("--output is missing: pass the folder of the index to edit", code="output-missing")
         with sole_writer(output, folder=False):
             building.edit(settings, config.chunking, Path(output))
         return
     if not (settings.documents or settings.corpus):
-        raise UsageError("--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)")
+        raise UsageError(
+            "--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)",
+            code="corpus-missing",
+        )
     if collection_server(output or ""):
         building.fill(settings, config.chunking, output)
         return
@@ -50,7 +55,7 @@ def work(config: IndexConfig) -> None:
 
 
 def plan(config: IndexConfig) -> str:
-    """What the index would take, for a dry run, which does not load the encoder."""
+    """Returns what the index would take, for a dry run, which does not load the encoder."""
     from r3lite.retrieval.corpus import count_lines
     from r3lite.retrieval.documents.folder import read_folder
     from r3lite.retrieval.encoder import local_dimension
@@ -65,8 +70,13 @@ def plan(config: IndexConfig) -> str:
         return "For an estimate, pass --documents or --corpus."
     dimension = local_dimension(settings.encoder)
     assumed = "" if dimension else f" (assuming {UNKNOWN} dimensions, because the encoder is not on this machine)"
-    chosen = choose(settings.index_type, count, dimension or UNKNOWN, budget_bytes(settings.memory_budget))
-    return f"Estimate\n  {chosen.summary()}{assumed}"
+    design = choose(
+        kind=settings.index_type,
+        passages=count,
+        dimension=dimension or UNKNOWN,
+        budget=budget_bytes(settings.memory_budget),
+    )
+    return f"Estimate\n  {design.summary()}{assumed}"
 
 
-main = command.Command("index", IndexConfig(), work, plan).entry(__name__)
+main = command.Command("index", IndexConfig(), work=work, plan=plan).entry(__name__)

@@ -35,7 +35,7 @@ class PlanRlConfig(PpoConfig):
 
 
 def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
-    """The plan of the run that the settings are of."""
+    """Returns the plan of the run that the settings are of."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.rl_setup import round_workload
     from r3lite.memory.plan import make_plan, plan_for_card
@@ -46,19 +46,35 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         sampling = None
         workload = sft_workload(config, steps=config.schedule.max_steps)
     else:
-        algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+        algorithms.check(config.rl, config.set_by_user, config.lengths)
         sampling = config.sampling
         workload = round_workload(config)
     if config.elsewhere.card:
-        return plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
+        return plan_for_card(
+            name=config.elsewhere.card,
+            workload=workload,
+            dtype=config.model.dtype,
+            settings=config.memory,
+            sampling=sampling,
+        )
     return make_plan(workload, config.memory, sampling)
 
 
+def title(config: PlanSftConfig | PlanRlConfig) -> str:
+    """Returns the stage that is planned, its algorithm and its model, in words."""
+    if isinstance(config, PlanSftConfig):
+        trained = "all weights" if config.lora.no_lora else "a LoRA adapter"
+        return f"SFT of {trained} for {config.model.model}"
+    start = config.model.adapter or "a fresh adapter"
+    return f"Reinforcement learning with {config.rl.algorithm} from {start} for {config.model.model}"
+
+
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
+    """Prints the plan, and writes it to plan.json in --output."""
     from r3lite.core.files import write_json
 
     plan = make(config)
-    print(plan.table())
+    print(f"{title(config)}\n\n{plan.table()}")
     if config.common.output:
         path = Path(config.common.output) / "plan.json"
         write_json(path, plan.report())
@@ -66,26 +82,28 @@ def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
 
 
 def learns(argv: list[str]) -> bool:
-    """Whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
+    """Tells whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
 
-    This decides which flags there are, so it is found out before the others are read.
+    This decides which flags there are, so it is looked up before the others are read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--algorithm", "--config"):
         parser.add_argument(flag, nargs="?")
-    given, _ = parser.parse_known_args(argv)
+    flags, _ = parser.parse_known_args(argv)
     tables = {}
-    if given.config and not given.algorithm:
+    if flags.config and not flags.algorithm:
         with contextlib.suppress(UsageError):  # it is raised again when the settings are read
-            tables = load_toml(Path(given.config))
-    chosen = given.algorithm or tables.get("algorithm")
-    if chosen is None:  # the config.toml of a run has one table
+            tables = load_toml(Path(flags.config))
+    algorithm = flags.algorithm or tables.get("algorithm")
+    if algorithm is None:  # the config.toml of a run has one table
         return "ppo" in tables and "sft" not in tables
-    return chosen in get_args(Algorithm)
+    return algorithm in get_args(Algorithm)
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    """Plans a run of `sft`, or of `ppo` if the arguments are of one, and returns the exit status."""
+    if argv is None:
+        argv = sys.argv[1:]
     if learns(argv):
         return command.Command("plan", PlanRlConfig(), print_plan, table="ppo")(argv)
     return command.Command("plan", PlanSftConfig(), print_plan, table="sft")(argv)

@@ -6,36 +6,44 @@ The trainer is in assembly/reinforcement.py.
 from collections import Counter
 
 from r3lite.core import command
+from r3lite.core.processes import shared_facts, world
 from r3lite.settings import PpoConfig
 
 
 def train(config: PpoConfig) -> None:
+    """Trains the adapter, in as many processes as torchrun has started."""
     from r3lite.assembly import reinforcement  # after the arguments are read: torch takes seconds to load
     from r3lite.devices.ranks import joined
 
-    with joined(command.world(), config.model.device, command.shared_facts(config)) as ranks:
+    with joined(world(), config.model.device, shared_facts(config)) as ranks:
         reinforcement.train(config, ranks)
 
 
 def plan(config: PpoConfig) -> str:
-    """The memory plan, the sources and the validations of a run, for `--dry-run`."""
+    """Returns the memory plan, the sources and the validations of a run, for `--dry-run`."""
     from r3lite.assembly.reinforcement import check
     from r3lite.assembly.rl_setup import plan_memory
 
     check(config)
-    described = plan_memory(config).table() + described_sources(config)
-    if (held_out := config.validation).eval_data:
-        described += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
-        described += f"first round, every {held_out.eval_every} and after the last"
+    text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n"
+    text += plan_memory(config).table()
+    text += described_sources(config)
+    validation = config.validation
+    if validation.eval_data:
+        text += f"\n\nValidation on up to {validation.eval_questions} questions of {validation.eval_data}, before the "
+        text += f"first round, every {validation.eval_every} and after the last"
     if config.remote.rollout_server:
         from r3lite.assembly import remote_rollouts
 
-        described += remote_rollouts.plan(config)
-    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{described}"
+        text += remote_rollouts.plan(config)
+    return text
 
 
 def described_sources(config: PpoConfig) -> str:
-    """The sources with their numbers of questions, if there are several; missing data sets are not downloaded."""
+    """Returns the sources with their numbers of questions, if --sources names them.
+
+    Missing data sets are not downloaded.
+    """
     from r3lite.datasets.sources import missing_of, read_questions_of, table
 
     if not config.mixture.sources:
@@ -45,8 +53,8 @@ def described_sources(config: PpoConfig) -> str:
     questions = read_questions_of(config.data, config.mixture)
     counts = Counter(question.source for question in questions)
     sources = table(config.mixture, config.protocol, counts).rstrip()
-    size, rounds = config.rl.batch_size, config.rounds(len(questions))
-    return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {size}"
+    rounds = config.rounds(len(questions))
+    return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {config.rl.batch_size}"
 
 
-main = command.Command("ppo", PpoConfig(), train, plan).entry(__name__)
+main = command.Command("ppo", PpoConfig(), work=train, plan=plan).entry(__name__)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from r3lite.core import command
+from r3lite.core.earlier_output import CONFIG, check_output
 from r3lite.core.files import check_writable, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
@@ -25,24 +26,34 @@ class PrepareConfig(CommandConfig):
 
 
 def prepare(config: PrepareConfig) -> None:
-    data = config.data.data
-    output = Path(config.common.output or PROCESSED / Path(data).stem.split(",")[0])
+    """Writes the splits to the output folder, unless it was prepared before."""
+    name = Path(config.data.data).stem.split(",")[0]
+    output = Path(config.common.output or PROCESSED / name)
     check_writable(output)
     with sole_writer(output):
-        if MANIFEST in command.check_output(output, "prepare", config):
+        if MANIFEST in check_output(output, "prepare", config):
             print(f"{output} is prepared already")
         else:
-            other = held_out(data, config.prepare.held_out)
-            parts = draw(config.data, config.prepare, config.common.seed, other)
-            sweep(output)
-            write_text(output / command.CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
-            for name, rows in parts.items():
-                write_jsonl(output / f"{name}.jsonl", rows)
-            counts = {name: len(rows) for name, rows in parts.items()}
-            files = {str(path): sha256(path) for name in (data, other) if name for path in files_of(name)}
-            write_json(output / MANIFEST, {"rows": counts, "files": files})  # last: it says that all is there
-            print(f"{output}: " + ", ".join(f"{count:,} questions in {name}.jsonl" for name, count in counts.items()))
+            write_splits(config, output)
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
 
 
-main = command.Command("prepare", PrepareConfig(), prepare).entry(__name__)
+def write_splits(config: PrepareConfig, output: Path) -> None:
+    """Draws the splits and writes them with a manifest, which comes last: it says that all is there."""
+    held_out_data = held_out(config.data.data, config.prepare.held_out)
+    splits = draw(config.data, config.prepare, config.common.seed, held_out_data)
+    sweep(output)
+    write_text(output / CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
+    for name, rows in splits.items():
+        write_jsonl(output / f"{name}.jsonl", rows)
+    counts = {name: len(rows) for name, rows in splits.items()}
+    checksums = {}
+    for data in (config.data.data, held_out_data):
+        if data:
+            checksums |= {str(path): sha256(path) for path in files_of(data)}
+    write_json(output / MANIFEST, {"rows": counts, "files": checksums})
+    files = ", ".join(f"{count:,} questions in {name}.jsonl" for name, count in counts.items())
+    print(f"{output}: {files}")
+
+
+main = command.Command("prepare", PrepareConfig(), work=prepare).entry(__name__)

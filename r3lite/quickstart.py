@@ -8,12 +8,19 @@ from r3lite.settings import QuickstartConfig
 
 
 def run_all_stages(config: QuickstartConfig) -> None:
+    """Runs the stages, each of which is a command."""
     # The commands themselves load torch; they are imported here so that --help stays instant.
     from r3lite import collect, evaluate, index, ppo, sft
     from r3lite.assembly import stages
 
-    commands = {"collect": collect, "evaluate": evaluate, "index": index, "ppo": ppo, "sft": sft}
+    commands = {
+        "collect": collect,
+        "evaluate": evaluate,
+        "index": index,
+        "ppo": ppo,
+        "sft": sft,
+    }
     stages.run_all_stages(config, commands)
 
 
-main = command.Command("quickstart", QuickstartConfig(), run_all_stages).entry(__name__)
+main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages).entry(__name__)

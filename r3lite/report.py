@@ -1,5 +1,6 @@
 """Writes one self-contained HTML page about a run, or about several side by side."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,74 +31,89 @@ class ReportConfig(CommandConfig):
 
 
 def report(config: ReportConfig) -> None:
+    """Writes the page, with --watch until all runs are complete, and with --png the charts."""
     settings = config.report
     if settings.png:
         png.check()  # before anything is written
     first = Path(settings.runs[0])
-    path = Path(config.common.output or (first if first.is_dir() else first.parent) / PAGE)
+    folder = first if first.is_dir() else first.parent
+    path = Path(config.common.output or folder / PAGE)
     while True:
-        found = read(settings)
-        going_on = settings.watch and not all(run.complete for run in found.runs)
-        page = html(found, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if going_on else None)
+        data = read(settings)
+        watching = settings.watch and not all(run.complete for run in data.runs)
+        page = html(data, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if watching else None)
         with sole_writer(path, folder=False):
             sweep(path)
             write_text(path, page)
-        names = ", ".join(f"{x.name} ({x.label})" for x in (*found.runs, *found.data))
+        names = ", ".join(f"{source.name} ({source.label})" for source in (*data.runs, *data.data))
         print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {names}", flush=True)
-        if not going_on:
+        if not watching:
             break
         time.sleep(EVERY)
     if settings.png:
-        charts = [chart for some in found.charts.values() for chart in some]
+        charts = list(itertools.chain.from_iterable(data.charts.values()))
         png.write(charts, Path(settings.png))
         print(f"{settings.png}  {len(charts)} charts")
 
 
 def read(settings: ReportSettings) -> Report:
-    """Everything that the paths of --runs name."""
+    """Returns the contents of everything that the paths of --runs name."""
     files = [Path(name) for name in settings.runs if Path(name).is_file()]
     folders = [name for name in settings.runs if Path(name) not in files]
-    length, unit = (lambda text: len(text.split())), "words"
+    length: Callable[[str], int] = count_words
+    unit = "words"
     if files and settings.model:
         from r3lite.models.weights import resolve_folder
         from r3lite.protocols.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(resolve_folder(settings.model))
-        length, unit = (lambda text: len(tokenizer.encode(text))), "tokens"
+        length = lambda text: len(tokenizer.encode(text))  # noqa: E731
+        unit = "tokens"
     runs = read_runs(folders)
-    return Report(runs, [read_file(file, length, unit) for file in files], differences(runs))
+    data_files = [read_file(file, length, unit) for file in files]
+    return Report(runs, data_files, differences(runs))
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
 
 
 def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
-    """What there is in a file of trajectories, or else of questions of any supported format."""
+    """Returns what is in a file of trajectories, or else of questions of any supported format."""
     from r3lite.datasets.qa import read_questions
 
     first = next(read_jsonl(path, on_bad=lambda bad: None), None)
     if first is not None and "steps" in first:
         return read_data(path, length, unit)
-    return of_questions(path.name, read_questions(path), length, unit)
+    questions = read_questions(path)
+    return of_questions(path.name, questions, length, unit)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
-    """Of each evaluation, by name, how it compares with the first one that answered the same questions."""
+    """Compares each evaluation with the first one that answered the same questions.
+
+    Returns by the evaluation's name the name of that first one, and the comparison.
+    """
     from r3lite.evaluation.comparisons import compare
     from r3lite.evaluation.folder import paired_marks, predictions_of
 
-    found: dict[str, tuple[str, dict]] = {}
+    comparisons: dict[str, tuple[str, dict]] = {}
     firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
     for run in runs:
         predictions = predictions_of(run.predictions)
         if not predictions:
             continue
         questions = frozenset((id, question) for id, (question, _) in predictions.items())
-        first, theirs = firsts.setdefault(questions, (run, predictions))
+        first, predictions_of_first = firsts.setdefault(questions, (run, predictions))
         if first is run:
             continue
         try:
-            found[run.name] = first.name, compare(*paired_marks(theirs, predictions))
+            comparison = compare(*paired_marks(predictions_of_first, predictions))
         except R3LiteError as error:  # as when the retriever failed throughout
             run.notes.append(error.cause)
-    return found
+        else:
+            comparisons[run.name] = (first.name, comparison)
+    return comparisons
 
 
-main = command.Command("report", ReportConfig(), report).entry(__name__)
+main = command.Command("report", ReportConfig(), work=report).entry(__name__)

@@ -3,11 +3,12 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from r3lite.core import command
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.needs import NeedsOthers
 from r3lite.core.terminal import printable
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
@@ -25,12 +26,15 @@ class RetrieveConfig(CommandConfig):
     answers POST /retrieve in Search-R1's format and, with --rerank, POST /rerank.
     """
 
+    needs: ClassVar = (NeedsOthers("limit", "--data", lambda s: s.data),)
+
     retrieve: RetrieveSettings = RetrieveSettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
 
 
 def retrieve(config: RetrieveConfig) -> None:
+    """Serves the retriever, shows the passages of --query, or measures the recall of --data."""
     if config.retrieve.serve:
         answer_queries(config)
     elif config.retrieve.query:
@@ -38,7 +42,10 @@ def retrieve(config: RetrieveConfig) -> None:
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError("--data is missing: pass a question file, or name,subset,split; or pass --query or --serve")
+        raise UsageError(
+            "--data is missing: pass a question file, or name,subset,split; or pass --query or --serve",
+            code="data-missing",
+        )
 
 
 def answer_queries(config: RetrieveConfig) -> None:
@@ -47,19 +54,24 @@ def answer_queries(config: RetrieveConfig) -> None:
     from r3lite.retrieval.server import serve
 
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError("--serve does not work with --context question, nor with --retriever golden or none")
+        raise UsageError(
+            "--serve does not work with --context question, nor with --retriever golden or none",
+            code="serve-without-index",
+        )
     token = token_of(config.retrieve.host)
     with listen(config.retrieve.host, config.retrieve.port) as listening:
         serve(read_setup(config, config.retrieval.top_k), listening, token)
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
-    """What the retriever is built from; it returns `top_k` passages."""
+    """Returns what a retriever of `top_k` passages is built from."""
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.setup import Setup
 
     data = config.data
-    questions = read_questions(data.data, data.limit, data.skip_bad_rows) if data.data else []
+    questions = []
+    if data.data:
+        questions = read_questions(data.data, data.limit, data.skip_bad_rows)
     settings = dataclasses.replace(config.retrieval, top_k=top_k)
     return Setup(settings, questions, config.common.seed, skip_bad_rows=data.skip_bad_rows)
 
@@ -69,22 +81,28 @@ def show_query(config: RetrieveConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
 
     if config.retrieval.context == "question" or config.retrieval.retriever == "golden":
-        raise UsageError("--query does not work with --context question or --retriever golden")
-    query, setup = config.retrieve.query, read_setup(config, config.retrieval.top_k)
-    (outcome,) = build_retriever(setup)([(Question("query", query, ()), query)])
+        raise UsageError(
+            "--query does not work with --context question or --retriever golden", code="query-without-index"
+        )
+    setup = read_setup(config, config.retrieval.top_k)
+    query = config.retrieve.query
+    question = Question("query", query, answers=())
+    (outcome,) = build_retriever(setup)([(question, query)])
     if isinstance(outcome, Failure):
-        raise R3LiteError(f"the retriever failed: {outcome.reason}")
+        raise R3LiteError(f"the retriever failed: {outcome.reason}", code="retriever-failed")
     for rank, document in enumerate(outcome, 1):
-        text = " ".join(document.text.split())
-        text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         title = " ".join(document.title.split())
-        found = f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {title}\n     {text}"
-        print(printable(found))
+        text = " ".join(document.text.split())
+        if len(text) > SHOWN:
+            text = f"{text[:SHOWN]}..."
+        heading = f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {title}"
+        print(printable(f"{heading}\n     {text}"))
     if not outcome:
         print("nothing found")
 
 
 def measure_recall(config: RetrieveConfig) -> None:
+    """Writes the recall of --data's questions as queries, and with --gap-report what the corpus lacks."""
     from r3lite.retrieval import recall
 
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
@@ -92,13 +110,17 @@ def measure_recall(config: RetrieveConfig) -> None:
     cuts = sorted({*recall.CUTS, config.retrieval.top_k})
     # If no corpus is named, the paragraphs of all questions are, including those of questions without gold.
     setup = read_setup(config, cuts[-1])
-    known = [q for q in setup.questions if q.gold]
-    if not known:
+    questions = [question for question in setup.questions if question.gold]
+    if not questions:
         remedy = "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file."
-        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs, which recall needs", remedy)
-    recall.measure(setup, known, cuts, output)
+        raise R3LiteError(
+            f"no question in {config.data.data} has gold paragraphs, which recall needs",
+            remedy,
+            code="no-gold-paragraphs",
+        )
+    recall.measure(setup, questions, cuts, output)
     if config.retrieve.gap_report:
-        recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
+        recall.write_gaps(setup.documents, questions, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.Command("retrieve", RetrieveConfig(), retrieve).entry(__name__)
+main = command.Command("retrieve", RetrieveConfig(), work=retrieve).entry(__name__)

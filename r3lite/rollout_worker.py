@@ -5,15 +5,18 @@ from r3lite.settings import RolloutWorkerConfig
 
 
 def work(config: RolloutWorkerConfig) -> None:
+    """Serves a run's requests for episodes until it is interrupted."""
     from r3lite.assembly import rollout_service  # after the arguments are read: torch takes seconds to load
 
     rollout_service.serve(config)
 
 
 def plan(config: RolloutWorkerConfig) -> str:
+    """Returns the memory that sampling takes, for `--dry-run`."""
     from r3lite.assembly.rollout_service import plan_memory
 
-    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
+    memory = plan_memory(config)
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("rollout_worker", RolloutWorkerConfig(), work, plan, table="ppo").entry(__name__)
+main = command.Command("rollout_worker", RolloutWorkerConfig(), work=work, plan=plan, table="ppo").entry(__name__)

@@ -5,24 +5,31 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag
+from r3lite.core.earlier_output import CONFIG, check_output
 from r3lite.core.files import sole_writer, sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.settings import TunePromptConfig
-from r3lite.tuning.history import History, all_episodes, most, shown
+from r3lite.tuning.history import History, all_episodes, most_prompts, score_text
 
-HISTORY, CACHE = "history.json", "judge-cache"
+HISTORY = "history.json"
+CACHE = "judge-cache"
 
 
 def tune(config: TunePromptConfig) -> None:
+    """Improves the prompt in the output folder, or goes on where an interrupted run was."""
     if config.judge.judge == "none":
-        raise UsageError("--judge is missing: pass the critic: gemini, openai, or local for a model on this device")
+        raise UsageError(
+            "--judge is missing: pass the critic: gemini, openai, or local for a model on this device",
+            code="critic-missing",
+        )
     output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
     with sole_writer(output):
-        command.check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
+        check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
         improve(config, output)
 
 
 def improve(config: TunePromptConfig, output: Path) -> None:
+    """Runs the rounds that are still to be done, and prints what they gained."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.answering import build_engine
     from r3lite.assembly.local_client import client_maker
@@ -32,21 +39,35 @@ def improve(config: TunePromptConfig, output: Path) -> None:
     cache = Path(config.judge.judge_cache) if config.judge.judge_cache else output / CACHE
     client = client_maker(config.model, config.memory)(config.judge, cache)  # a missing key shows at once
     sampled, scored = read_pools(config)
-    history = History(output / HISTORY, origin(config, prompt, sampled, scored), config.tuning.metric, prompt)
+    history = History(
+        output / HISTORY,
+        origin=origin(config, prompt, sampled, scored),
+        metric=config.tuning.metric,
+        prompt=prompt,
+    )
     notes = []
     if len(history.rounds) <= config.tuning.rounds:
         count = all_episodes(config.tuning, len(sampled.questions), len(scored.questions))
         engine = build_engine(config, count, judge=config.judge)
         # From here on the folder is this run's: if it is killed, only the same one may be begun there again.
         sweep(output)
-        write_text(output / command.CONFIG, to_toml(config, "tune_prompt"))
-        tuner = PromptTuner(config, output, history, engine, client, sampled, scored)
+        write_text(output / CONFIG, to_toml(config, "tune_prompt"))
+        tuner = PromptTuner(
+            config=config,
+            output=output,
+            history=history,
+            engine=engine,
+            client=client,
+            sampled=sampled,
+            scored=scored,
+        )
         tuner.run()
         notes = tuner.notes()
     print("\n".join(["", history.table(), "", *notes]))
-    best, first = history.best, history.candidates[0]
-    print(f"best: prompt {best.id}, {history.metric} {shown(best.scores[history.metric])}", end="; ")
-    print(f"the first had {shown(first.scores[history.metric])}")
+    best = history.best
+    first = history.candidates[0]
+    print(f"best: prompt {best.id}, {history.metric} {score_text(best.scores[history.metric])}", end="; ")
+    print(f"the first had {score_text(first.scores[history.metric])}")
     print(f"written to {output / BEST}; all prompts: {output / HISTORY}")
     if best is not first:
         print("The score is optimistic, as the prompt was chosen by it. Evaluate it on other questions:", end=" ")
@@ -54,19 +75,20 @@ def improve(config: TunePromptConfig, output: Path) -> None:
 
 
 def plan(config: TunePromptConfig) -> str:
-    """The most that a run does and holds, for --dry-run."""
+    """Returns the most that a run does and holds, for --dry-run."""
     from r3lite.assembly.answering import plan_memory
 
     tuning = config.tuning
-    made = most(tuning.rounds, tuning.beam, tuning.branch)
+    prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
     count = all_episodes(tuning, config.data.limit or tuning.sampled_questions, tuning.eval_questions)
+    memory = plan_memory(config, count, config.judge)
     return (
-        f"\nAt most {2 * made.made} calls of the critic ({made.made} critiques, {made.made} edits) and {made.scored} "
-        f"prompts scored:\n{made.tried} x {tuning.sampled_questions} episodes to find failures and {made.scored} x "
-        f"{tuning.eval_questions} to score prompts.\n"
-        f"\nMemory, for episodes of {config.lengths.max_length} tokens\n"
-        f"{plan_memory(config, count, config.judge).table()}"
+        f"\nAt most {2 * prompts.edited} calls of the critic ({prompts.edited} critiques, {prompts.edited} edits) and "
+        f"{prompts.scored} prompts scored:\n"
+        f"{prompts.tried} x {tuning.sampled_questions} episodes to find failures and "
+        f"{prompts.scored} x {tuning.eval_questions} to score prompts.\n"
+        f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
     )
 
 
-main = command.Command("tune_prompt", TunePromptConfig(), tune, plan).entry(__name__)
+main = command.Command("tune_prompt", TunePromptConfig(), work=tune, plan=plan).entry(__name__)

@@ -1,7 +1,5 @@
 """The settings of every command, and of one that has nearly all sections."""
 
-from dataclasses import dataclass
-
 import r3lite.settings as settings
 from r3lite.ask import AskConfig
 from r3lite.check_format import CheckFormatConfig
@@ -18,11 +16,9 @@ from r3lite.serve import ServeConfig
 from r3lite.tune_prompt import TunePromptConfig
 
 
-@dataclass(frozen=True)
-class Everything:
+class Everything(settings.CommandConfig):
     """All sections, as one command."""
 
-    common: settings.Common = settings.Common()
     schedule: settings.Schedule = settings.Schedule()
     tracking: settings.TrackSettings = settings.TrackSettings()
     model: settings.ModelSettings = settings.ModelSettings()

@@ -35,9 +35,10 @@ pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating"]
 @pytest.fixture(autouse=True, scope="session")
 def known_speeds():
     """Devices have these speeds: a test measures none, and reads none that were measured of this machine."""
-    speeds = Speeds("device of tests", 1e10, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 1e-6, MEASURED)
+    dtypes = ("fp32", "fp16", "bf16")
+    speeds = Speeds("device of tests", dict.fromkeys(dtypes, 1e10), dict.fromkeys(dtypes, 1e11), 1e-6, MEASURED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: speeds)
+        patch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: speeds)
         yield
 
 

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from r3lite import index as index_command
-from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
@@ -215,7 +214,7 @@ def main(folder: Path) -> None:
         read()
     settings = ProtocolSettings(format=str(folder / "x.toml"))
     for name, text, read in (
-        ("config", CONFIG, lambda: read_toml(folder / "x.toml", "sft", COMMANDS, {"max_steps", "learning_rate"})),
+        ("config", CONFIG, lambda: read_toml(folder / "x.toml", "sft", {"max_steps", "learning_rate"})),
         ("format", FORMAT, lambda: build_protocol(settings)),
     ):
         sound = text.encode()

@@ -7,7 +7,6 @@ import torch
 
 from r3lite.assembly import remote_rollouts, rl_setup, rollout_service
 from r3lite.assembly.rl_round import RoundSampler
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_questions_of
 from r3lite.retrieval.retriever import build_retriever
@@ -26,12 +25,12 @@ def worker_flags(cold: Path, *more: str) -> list[str]:
 
 def service_of(cold: Path, *more: str, token: str | None = None):
     flags = worker_flags(cold, *more)
-    return rollout_service.build(resolve("rollout_worker", RolloutWorkerConfig(), flags, COMMANDS, "ppo"), token)
+    return rollout_service.build_service(resolve("rollout_worker", RolloutWorkerConfig(), flags, "ppo"), token)
 
 
 def config_of(cold: Path, *more: str) -> PpoConfig:
     flags = arguments(cold, cold / "unused", "--algorithm", "grpo", *SHORT, *more)
-    return resolve("ppo", PpoConfig(), flags, COMMANDS)
+    return resolve("ppo", PpoConfig(), flags)
 
 
 def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
@@ -39,10 +38,10 @@ def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     remote_rollouts.check(config)
     questions = read_questions_of(config.data, config.mixture)
     setup = Setup(config.retrieval, questions, config.common.seed)
-    engine, learner, state = rl_setup.build(config, questions)
+    engine, learner, state = rl_setup.build_learning(config, questions)
     sampler = RoundSampler(config, questions, engine, build_retriever(setup), None)
     if elsewhere:
-        sampler = remote_rollouts.build(sampler, learner, state, setup, output)
+        sampler = remote_rollouts.build_remote_sampler(sampler, engine, learner, state, setup, output)
     return sampler, learner, state
 
 
@@ -65,10 +64,7 @@ def perturb(state) -> None:
 
 def rollouts_of(sequences) -> Batch:
     """Episodes of groups of three that are paid 0, 1 and 2 at their ends."""
-    paid = [
-        Rollout.with_final_reward(s.tokens, s.action_mask, s.logprobs, float(i % 3), i // 3)
-        for i, s in enumerate(sequences)
-    ]
+    paid = [Rollout.with_final_reward(s, float(i % 3), i // 3) for i, s in enumerate(sequences)]
     return Batch.of(paid)
 
 

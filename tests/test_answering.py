@@ -4,7 +4,6 @@ import pytest
 
 from r3lite.ask import AskConfig
 from r3lite.assembly.policy import warn_of_other_format
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import SftConfig
 
@@ -14,13 +13,13 @@ def run(tmp_path):
     """The folder of a run with the tiny model's prompts."""
     (tmp_path / "adapter").mkdir()
     (tmp_path / "checkpoint-5" / "adapter").mkdir(parents=True)
-    config = resolve("sft", SftConfig(), ["--preset", "tiny"], COMMANDS)
+    config = resolve("sft", SftConfig(), ["--preset", "tiny"])
     (tmp_path / "config.toml").write_text(to_toml(config, "sft"), encoding="utf-8")
     return tmp_path
 
 
 def warning(capsys, *argv):
-    config = resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS)
+    config = resolve("ask", AskConfig(), list(map(str, argv)))
     warn_of_other_format(config.model.adapter, config)
     return capsys.readouterr().err
 

@@ -13,7 +13,6 @@ import torch
 from r3lite import ask, quickstart
 from r3lite.assembly import asking, stages
 from r3lite.assembly.answering import open_retriever
-from r3lite.core.command import COMMANDS
 from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
@@ -161,7 +160,7 @@ def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
 
 def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch):
     def search(*_):
-        raise R3LiteError("the disk is gone")
+        raise R3LiteError("the disk is gone", code="broken")
 
     monkeypatch.setattr(PassageIndex, "search", search)
     shown = told(capsys, ["Where does Ada live?", *arguments]).out
@@ -205,7 +204,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, ca
 
 
 def test_a_format_without_search_needs_no_index():
-    config = resolve("ask", ask.AskConfig(), ["x", "--format", "solution"], COMMANDS)
+    config = resolve("ask", ask.AskConfig(), ["x", "--format", "solution"])
     assert open_retriever(config)[0]([(Question("q", "x", ()), "x")]) == [[]]
 
 
@@ -225,7 +224,7 @@ def test_the_command_that_quickstart_names_is_understood(tmp_path, capsys):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "r3lite.ask" in line)
     python, m, module, *argv = shlex.split(line)
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
-    config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
+    config = resolve("ask", ask.AskConfig(), argv)
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
     assert config.model.adapter == str(tmp_path / "my runs" / "reinforce++-baseline") and config.common.preset == "tiny"
     assert config.retrieval.index == str(tmp_path / "my runs" / "index")

@@ -52,8 +52,8 @@ def test_a_model_is_asked_as_it_was_trained(prompts, tmp_path, capsys):
     predictions = {line["id"]: line for line in lines(tmp_path / "out" / "predictions.jsonl")}
     for id, row in rows.items():
         prompt = prompts[id]
-        assert row.tokens[: len(prompt)] == prompt and not any(row.loss_mask[: len(prompt)])
-        trained = [token for token, has_loss in zip(row.tokens, row.loss_mask) if has_loss]
+        assert row.tokens[: len(prompt)] == prompt and not any(row.action_mask[: len(prompt)])
+        trained = [token for token, has_loss in zip(row.tokens, row.action_mask) if has_loss]
         reply, end = trained[:-1], trained[-1]
         assert tokenizer.decode(reply) == predictions[id]["answers"][0] and end == tokenizer.stop_id
     shown = [len(line["steps"][0]["documents"]) for line in predictions.values()]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from r3lite.core import command
+from r3lite.core.environment import CACHE_CAPACITY, CACHES, spare_the_machine
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import Terminated
 from tests.commands import CONFIGS, Everything
 
 
@@ -70,17 +72,17 @@ def test_before_torch_is_loaded_waiting_threads_are_told_to_sleep_soon(asked, se
 
 
 def test_few_compiled_products_are_kept_unless_the_user_has_said_how_many(monkeypatch):
-    first, second = command.CACHES
+    first, second = CACHES
     monkeypatch.setattr(os, "environ", {first: "7"})
-    command.spare_the_machine()
-    assert os.environ[first] == "7" and os.environ[second] == command.KEPT
+    spare_the_machine()
+    assert os.environ[first] == "7" and os.environ[second] == CACHE_CAPACITY
 
 
 def test_exit_codes(capsys):
     assert run(lambda config: None) == 0
-    assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
+    assert run(raising(R3LiteError("the disk is full", "Make room.", code="broken"))) == 1
     assert run(raising(KeyboardInterrupt())) == 130
-    assert run(raising(command.Terminated())) == 143
+    assert run(raising(Terminated())) == 143
     assert run(lambda config: None, "--lora-r", "x") == 2
     error = capsys.readouterr().err
     assert "r3lite.sft stopped: the disk is full\n  Make room.\n" in error and "Traceback" not in error

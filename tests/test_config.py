@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import pytest
 
 import r3lite.settings as settings
-from r3lite.core import command
 from r3lite.core.config import (
     Bounds,
     Free,
@@ -22,6 +21,7 @@ from r3lite.core.config import (
     sections,
     settings_with,
 )
+from r3lite.core.earlier_output import free_settings
 from r3lite.core.errors import nearest
 from r3lite.core.invocation import all_settings, build_parser, resolve, to_toml, with_values
 from r3lite.evaluate import EvaluateConfig
@@ -35,7 +35,7 @@ SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and 
 
 
 def read(*argv: str) -> dict:
-    return flat(resolve("sft", Everything(), list(argv), command.COMMANDS))
+    return flat(resolve("sft", Everything(), list(argv)))
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda cls: cls.__name__)
@@ -126,7 +126,7 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
 )
 def test_a_setting_of_two_values_takes_two(tmp_path, argv, message):
     def compare(*argv):
-        return resolve("evaluate", EvaluateConfig(), list(argv), command.COMMANDS).evaluate.compare
+        return resolve("evaluate", EvaluateConfig(), list(argv)).evaluate.compare
 
     assert compare("--compare", "a,b", "c", "--seed", "1") == ("a,b", "c")  # a comma is part of a name here
     (tmp_path / "my.toml").write_text('compare = ["a", "b"]\n', encoding="utf-8")
@@ -194,7 +194,7 @@ def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
 def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv, most):
     default, table = CONFIGS[name]
     with pytest.raises(UsageError, match=f"it must be {most}$"):
-        resolve(name, default, argv, command.COMMANDS, table)
+        resolve(name, default, argv, table)
 
 
 def test_a_preset_that_is_not_text_is_a_usage_error(toml):
@@ -212,7 +212,7 @@ def test_index_is_a_setting_at_the_top_and_a_table_of_the_command(toml):
     """`index = "folder"`, which other commands read, was an AttributeError in the command index."""
 
     def batch_size(text):
-        return resolve("index", IndexConfig(), ["--config", toml(text)], command.COMMANDS).index.batch_size
+        return resolve("index", IndexConfig(), ["--config", toml(text)]).index.batch_size
 
     assert batch_size('index = "runs/index"\nbatch_size = 3\n') == 3
     assert batch_size("[index]\nbatch_size = 3\n") == 3
@@ -228,8 +228,8 @@ def test_a_file_with_a_byte_order_mark(toml):
 
 def test_resolved_settings_are_read_back(toml):
     argv = ["--model", 'C:\\models\\"q" é\x7f\n', "--learning-rate", "1e-7", "--lora-targets", "q_proj", "--limit", "3"]
-    config = resolve("sft", Everything(), [*argv, "--rslora", "--judge-max-cost", "0.1"], command.COMMANDS)
-    again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))], command.COMMANDS)
+    config = resolve("sft", Everything(), [*argv, "--rslora", "--judge-max-cost", "0.1"])
+    again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))])
     given = {name: value for name, value in flat(again).items() if name != "config"}
     assert given == {name: value for name, value in flat(config).items() if name != "config"}
 
@@ -244,9 +244,9 @@ def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset
     optional = [setting for setting, kind in kinds if kind.optional]
     unset = [word for key in optional if key != "config" for word in ("--" + key.replace("_", "-"), "none")]
     for argv in ([], unset):
-        config = resolve(name, default, ["--preset", preset, *argv], command.COMMANDS, table)
+        config = resolve(name, default, ["--preset", preset, *argv], table)
         file = toml(to_toml(config, table))
-        again = resolve(name, default, ["--config", file], command.COMMANDS, table)
+        again = resolve(name, default, ["--config", file], table)
         assert again == with_values(config, {"config": file})
 
 
@@ -281,9 +281,9 @@ def test_what_a_resumed_run_may_change():
         "track_spans",
     }
     limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
-    assert command.free_settings(settings.SftConfig()) == anywhere
+    assert free_settings(settings.SftConfig()) == anywhere
     judge = {f"judge_{name}" for name in (*limits, "cache")}
-    assert command.free_settings(settings.PpoConfig()) == anywhere | judge | {
+    assert free_settings(settings.PpoConfig()) == anywhere | judge | {
         "guard",
         "rollout_server",
         "rollout_timeout",
@@ -311,7 +311,7 @@ def test_help_has_groups_and_defaults():
 
 
 def test_other_programs_names_of_a_flag_are_taken():
-    config = resolve("ppo", settings.PpoConfig(), ["--num-hops", "3", "--memory-budget", "2GiB"], command.COMMANDS)
+    config = resolve("ppo", settings.PpoConfig(), ["--num-hops", "3", "--memory-budget", "2GiB"])
     assert (config.lengths.max_hops, config.memory.vram_budget) == (3, "2GiB")
     text = build_parser("ppo", settings.PpoConfig()).format_help()
     assert re.search(r"--max-hops( N)?, --num-hops N", text)  # from Python 3.13 on the value is named once
@@ -327,14 +327,14 @@ def test_nearest_name():
     [["a b"], ["--question", "a b"], ["--seed", "1", "a b"], ["a b", "--json"], ["--seed", "1", "a b", "--json"]],
 )
 def test_a_bare_setting_stands_anywhere_with_or_without_its_flag(argv):
-    assert resolve("ask", CONFIGS["ask"][0], argv, command.COMMANDS).ask.question == "a b"
+    assert resolve("ask", CONFIGS["ask"][0], argv).ask.question == "a b"
 
 
 def test_an_adapter_brings_the_prompt_without_the_worked_example():
     """What a model was trained on has no example in it; an untrained one writes no steps without."""
 
     def has_example(name, default, *argv):
-        return resolve(name, default, list(argv), command.COMMANDS).protocol.worked_example
+        return resolve(name, default, list(argv)).protocol.worked_example
 
     assert not has_example("sft", settings.SftConfig())
     for name, default in (("ppo", settings.PpoConfig()), ("evaluate", EvaluateConfig())):

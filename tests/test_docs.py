@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.core.command import COMMANDS, usual
 from r3lite.core.config import flat, sections
 from r3lite.core.episode import ANSWERED, Document, Episode, Question, Search, Step
 from r3lite.core.files import shipped
@@ -148,7 +147,7 @@ def test_every_algorithm_has_its_row_and_its_settings_are_those_of_the_code():
     for name, cells in rows.items():
         for algorithms, cell in zip(columns, cells, strict=True):
             for algorithm in algorithms:
-                config = resolve("ppo", PpoConfig(), ["--algorithm", algorithm], COMMANDS)
+                config = resolve("ppo", PpoConfig(), ["--algorithm", algorithm])
                 assert str(flat(config)[name]) == cell, (name, algorithm)
 
 
@@ -157,8 +156,8 @@ def test_the_example_of_every_algorithm_is_taken(tmp_path):
     chosen = []
     for text in examples:
         (tmp_path / "my.toml").write_text(text, encoding="utf-8")
-        config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")], COMMANDS)
-        check(config.rl, usual("ppo", config).rl, config.lengths)
+        config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")])
+        check(config.rl, config.set_by_user, config.lengths)
         for section in sections(config).values():
             section.check()
         chosen.append(config.rl.algorithm)
@@ -224,7 +223,7 @@ def test_a_users_own_rewards_work_as_the_page_says(tmp_path, monkeypatch):
     paid = {}
     for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.S)):
         (tmp_path / f"{number}.toml").write_text(example, encoding="utf-8")
-        config = resolve("ppo", PpoConfig(), ["--config", f"{number}.toml"], COMMANDS)
+        config = resolve("ppo", PpoConfig(), ["--config", f"{number}.toml"])
         question = Question("q", "Who directed Brenn?", ("Ann Dahl",), gold=tuple(DOCUMENTS[:1]))
         episode = Episode(question, [*STEPS, Step(" ".join(["word"] * 18), answer="Ann Dahl")], ANSWERED)
         paid |= {reward.name: reward.rewards(episode, None) for reward in named_rewards(config.reward)}

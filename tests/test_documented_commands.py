@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.core.command import COMMANDS
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.export import ExportConfig
@@ -109,7 +108,7 @@ def test_a_command_of_a_page_is_understood(page, words, monkeypatch, tmp_path):
     name = name.removeprefix("r3lite.")
     if "--help" not in arguments:
         before = usual(name, arguments)
-        assert type(resolve(name, before, arguments, COMMANDS)) is type(before)
+        assert type(resolve(name, before, arguments)) is type(before)
 
 
 @pytest.fixture(scope="session")

@@ -203,7 +203,7 @@ def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeyp
 def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monkeypatch, capsys):
     class Broken(FakeJudge):
         def verdicts(self, episodes, progress=None):
-            raise R3LiteError("most calls failed")
+            raise R3LiteError("most calls failed", code="broken")
 
     says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
     monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: Broken())

@@ -220,17 +220,22 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
 @posix
 def test_a_lock_that_its_owner_removes_meanwhile_is_made_anew(tmp_path, monkeypatch):
     """Else two processes would each hold a lock: one on the file that is there, one on the file that was."""
-    lock, held = files._lock, []
+    import fcntl
 
-    def late(descriptor):
-        if not held:
+    flock = fcntl.flock
+    descriptors = []
+
+    def late(descriptor, operation):
+        if not descriptors:
             (tmp_path / "out" / ".lock").unlink()
-        held.append(descriptor)
-        lock(descriptor)
+        descriptors.append(descriptor)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(files, "_lock", late)
-    with sole_writer(tmp_path / "out"):
-        assert len(held) == 2 and (tmp_path / "out" / ".lock").read_text() == f"{os.getpid()}\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", late)
+        with sole_writer(tmp_path / "out"):
+            assert (tmp_path / "out" / ".lock").read_text().strip() == str(os.getpid())
+    assert len(descriptors) >= 2
 
 
 def test_what_holds_no_output_is_not_in_the_way(tmp_path):
@@ -242,8 +247,8 @@ def test_what_holds_no_output_is_not_in_the_way(tmp_path):
 # Recovering
 
 
-def recovered(path, known=False) -> list[dict]:
-    return recover_jsonl(path, lambda record: record.keys() == {"id", "x"}, "us", known)
+def recovered(path, confirmed=False) -> list[dict]:
+    return recover_jsonl(path, lambda record: record.keys() == {"id", "x"}, "us", confirmed)
 
 
 def test_a_torn_line_is_removed_only_from_a_file_that_is_known_to_be_ours(tmp_path):
@@ -255,7 +260,7 @@ def test_a_torn_line_is_removed_only_from_a_file_that_is_known_to_be_ours(tmp_pa
             recovered(path)
         assert path.read_bytes() == content
     path.write_bytes(b'{"id": "1", "x')
-    assert recovered(path, known=True) == [] and path.read_bytes() == b""
+    assert recovered(path, confirmed=True) == [] and path.read_bytes() == b""
     path.write_bytes(whole + b'{"id": "2')
     assert recovered(path) == [{"id": "1", "x": 2}] and path.read_bytes() == whole
 

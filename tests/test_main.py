@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3lite.__main__ import listing, main
-from r3lite.core.command import COMMANDS
+from r3lite.core.command_names import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 

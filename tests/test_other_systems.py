@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from r3lite.core import command, files
-from r3lite.core.command import COMMANDS
+from r3lite.core.command_names import COMMANDS
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import move, shipped, write_jsonl, write_text
 from r3lite.core.invocation import load_toml, resolve, to_toml
@@ -52,8 +52,7 @@ def test_what_windows_lacks_is_asked_for_only_where_there_is_another_way():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = {"os": of_os, "signal": of_signal}.get(node.value.id, set())
             used |= {(file, node.attr)} if node.attr in names else set()
-    # The first for the lock, where Windows has msvcrt; the second in a `try`.
-    assert imported <= {("files.py", "fcntl"), ("metrics.py", "resource")}
+    assert imported <= {("metrics.py", "resource")}  # in a `try`
     assert not used
 
 
@@ -195,10 +194,10 @@ def test_a_drive_is_not_taken_for_something_else(tmp_path, monkeypatch):
     settings.check()
     assert settings.of_sources["News"].index == "C:\\news-index" and not settings.is_remote
     given = ["--data", "C:\\data\\new\\t.jsonl", "--output", "C:\\runs\\a b", "--adapter", "\\\\server\\x"]
-    config = resolve("sft", SftConfig(), given, COMMANDS)
+    config = resolve("sft", SftConfig(), given)
     write_text("config.toml", to_toml(config, "sft"))
     assert load_toml(Path("config.toml"))["sft"]["data"] == "C:\\data\\new\\t.jsonl"
-    again = resolve("sft", SftConfig(), ["--config", "config.toml"], COMMANDS)
+    again = resolve("sft", SftConfig(), ["--config", "config.toml"])
     assert again.common.output == "C:\\runs\\a b" and again.data == config.data
 
 

@@ -89,16 +89,35 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
     assert seconds["device"] == "RTX 3050 Laptop" and seconds["speeds_from"].startswith("https://")
     assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
     assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
-    assert re.search(r"^time: up to .* for 7; predicted from the peak speed of the RTX 3050 Laptop", told, re.M)
+    line = (
+        r"^time: about .* for the run of 7\. Within a factor of two, from half the peak speed of the RTX 3050 Laptop$"
+    )
+    assert re.search(line, told, re.M)
     assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
     other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
     assert other["seconds"]["device"] == "T4" and other["seconds"]["step"] < seconds["step"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--model", QWEN], f"SFT of a LoRA adapter for {QWEN}"),
+        (["--model", QWEN, "--no-lora"], f"SFT of all weights for {QWEN}"),
+        (["--algorithm", "grpo"], "Reinforcement learning with grpo from a fresh adapter for "),
+        (["--algorithm", "ppo", "--adapter", "runs/sft"], "Reinforcement learning with ppo from runs/sft for "),
+    ],
+)
+def test_a_plan_names_its_stage_its_algorithm_and_its_model(capsys, flags, told):
+    assert plan.main([*flags, "--card", "T4", "--vram-budget", "9GiB"]) == 0
+    assert capsys.readouterr().out.startswith(told)
 
 
 def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     assert plan.main(["--card", "RTX 3050 Laptp"]) == 2
     told = capsys.readouterr().err
     assert "unknown --card RTX 3050 Laptp (did you mean RTX 3050 Laptop?); choose from MX450, " in told
+    assert plan.main(["--card", "RTX 3090"]) == 2  # none of the table has this number: none is meant
+    assert "unknown --card RTX 3090; choose from MX450, " in capsys.readouterr().err
     assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
     assert "--card is T4, but has no effect here: it needs --device cuda" in capsys.readouterr().err
 
@@ -108,14 +127,15 @@ def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys
     here = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
     told = capsys.readouterr().out
-    assert re.search(r"^time: up to .* for a step; predicted from this device's speed, measured$", told, re.M)
-    monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: None)
+    line = r"^time: about .* for a step if every row has [\d,]+ tokens, the most it may; the run: a step times "
+    assert re.search(line, told, re.M) and "Within a factor of two, from this device's speed just now\n" in told
+    monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: None)
     assert planned(tmp_path, *here)["seconds"] is None
     assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
 
 
 def test_a_device_that_is_not_here_is_not_measured(tmp_path, capsys, monkeypatch):
-    def refuse(device, product):
+    def refuse(device, dtype, product):
         raise AssertionError(device)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -128,16 +148,16 @@ def test_a_device_that_is_not_here_is_not_measured(tmp_path, capsys, monkeypatch
 
 def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypatch):
     """1,024 generations of each question were begun without a word of the weeks that a round would take."""
-    speeds = Speeds("cpu", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
+    speeds = Speeds("cpu", {"fp32": 1e10}, {"fp32": 1e11}, 1e-6, MEASURED)
     for generations, warned in ((1024, True), (2, False)):
         settings = PpoConfig(
             model=ModelSettings(device="cpu", dtype="fp32"), rl=RLSettings(num_generations=generations, batch_size=2)
         )
-        monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: speeds)
+        monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: speeds)
         announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
-        assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned
-        assert told.splitlines()[1].startswith("time: up to ")
+        assert bool(re.search("^warning: a round is predicted to take about [0-9.]+ days", told, re.M)) == warned
+        assert told.splitlines()[1].startswith("time: about ")
         assert ("--num-generations" in told) == warned
 
 

@@ -10,13 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from r3lite import evaluate, ppo, sft
 from r3lite.assembly import policy
-from r3lite.core.command import usual
 from r3lite.core.files import shipped, sole_writer
-from r3lite.core.invocation import with_values
 from r3lite.devices.precision import Precision
 from r3lite.models import lora, weights
 from r3lite.models.config_file import is_nf4
-from r3lite.settings import OptimizerSettings, SftConfig
+from r3lite.settings import OptimizerSettings
 from r3lite.training import optim
 
 QUESTIONS = ["--data", str(shipped("data", "world", "train.jsonl")), "--limit", "2", "--encoder", "hashing"]
@@ -179,11 +177,6 @@ def test_the_same_shape_beside_an_adapter_is_taken(base, commands, tmp_path):
     main, arguments = commands["sft"]
     same = ["--lora-r", "4", "--lora-alpha", "8", "--lora-targets", "v_proj,q_proj"]
     assert main([*arguments, "--adapter", adapter, *same]) == 0
-
-
-def test_usual_settings_are_those_of_the_preset():
-    config = with_values(SftConfig(), {"preset": "tiny", "lora_r": 3})
-    assert (config.lora.lora_r, usual("sft", config).lora.lora_r, SftConfig().lora.lora_r) == (3, 16, 8)
 
 
 def loads(base, cache):

@@ -7,7 +7,6 @@ import pytest
 
 from r3lite import ppo
 from r3lite.assembly.answer_round import check
-from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
@@ -81,7 +80,7 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
 
 
 def config_of(*flags: str) -> PpoConfig:
-    return resolve("ppo", PpoConfig(), ["--data", "x.jsonl", *flags], COMMANDS)
+    return resolve("ppo", PpoConfig(), ["--data", "x.jsonl", *flags])
 
 
 def test_the_presets_other_rewards_go_with_the_choice():

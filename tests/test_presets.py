@@ -3,10 +3,10 @@
 import pytest
 
 import r3lite.settings as settings
-from r3lite.core import command
 from r3lite.core.config import flat
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
+from r3lite.core.token_record import TokenRecord
 from r3lite.evaluate import check_baseline
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import build_protocol
@@ -22,7 +22,7 @@ def test_every_preset_is_valid(preset):
 
 
 def length(*argv: str) -> tuple:
-    schedule = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).schedule
+    schedule = resolve("ppo", settings.PpoConfig(), list(argv)).schedule
     return schedule.max_steps, schedule.epochs
 
 
@@ -38,7 +38,7 @@ def test_epochs_that_are_asked_for_replace_the_steps_of_earlier_sources(toml):
 
 
 def prompts(*argv: str) -> tuple:
-    protocol = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).protocol
+    protocol = resolve("ppo", settings.PpoConfig(), list(argv)).protocol
     return protocol.format, protocol.init_prompt, protocol.step_prompt
 
 
@@ -56,7 +56,7 @@ def test_the_prompts_of_a_preset_are_for_its_format_only(toml):
 
 def test_presets_of_other_systems():
     def preset(name: str) -> settings.PpoConfig:
-        return resolve("ppo", settings.PpoConfig(), ["--preset", name], command.COMMANDS)
+        return resolve("ppo", settings.PpoConfig(), ["--preset", name])
 
     config = preset("search-r1")
     assert build_protocol(config.protocol).answer.opening == "<answer>" and config.retrieval.top_k == 3
@@ -76,7 +76,7 @@ def test_presets_of_other_systems():
 @pytest.mark.parametrize("name", ["sft", "ppo", "evaluate", "collect"])
 def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
     """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
-    found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"], command.COMMANDS))
+    found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"]))
     wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 160}
     assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
 
@@ -84,17 +84,20 @@ def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
 def test_a_baseline_passes_over_the_hops_of_the_preset_for_real_questions():
     for name in ("rag", "closed-book", "gold"):
         argv = ["--preset", "hotpotqa", "--baseline", name]
-        check_baseline(resolve("evaluate", CONFIGS["evaluate"][0], argv, command.COMMANDS))
+        check_baseline(resolve("evaluate", CONFIGS["evaluate"][0], argv))
 
 
 def test_the_preset_for_real_questions_takes_one_step_per_round_and_none_of_full_size_for_recall():
     """mini_batch_size stayed 16 with 64 episodes in a round, and whitening made 0.12 recall as much as an answer."""
-    config = resolve("ppo", CONFIGS["ppo"][0], ["--preset", "hotpotqa", "--batch-size", "256"], command.COMMANDS)
+    config = resolve("ppo", CONFIGS["ppo"][0], ["--preset", "hotpotqa", "--batch-size", "256"])
     assert config.rl.mini_batch_size >= config.episodes_of_round == 1024
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     steps = []
     for paid in (0.12, 1.0):  # two wrong answers, one of which found more; a right and a wrong one
-        rollouts = [Rollout.with_final_reward([0, 1, 2], [False, True, True], None, r, 0) for r in (paid, 0.0)]
+        rollouts = [
+            Rollout.with_final_reward(TokenRecord(tokens=[0, 1, 2], action_mask=[False, True, True]), r, 0)
+            for r in (paid, 0.0)
+        ]
         batch = algorithm.with_advantages(Batch.of(rollouts))
         steps.append(float((batch.advantages * algorithm.weights(batch)).abs().sum()))
     assert steps[0] == pytest.approx(0.12 * steps[1])

@@ -82,7 +82,7 @@ def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running)
     begun = [(s, 1) for sequences in rounds for s in sequences if len(s.steps) > 1]
     seeds = [f"again {i}" for i in range(len(begun))]
     assert begun
-    made = sampler.sampler.engine.continue_from(begun, seeds, sampler.sampler.retrieve)
+    made = sampler.engine.continue_from(begun, seeds, sampler.retrieve)
     equal(made, local.engine.continue_from(begun, seeds, local.retrieve))
     assert [s.tokens for s in made] != [s.tokens for s, _ in begun]
 
@@ -165,7 +165,7 @@ def test_a_worker_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, r
     lora.remove_adapter(service.engine.model, service.version)
     service.version = ""
     again = sampler.sample(1, Stopwatch())
-    assert len(again.sequences) == 6 and service.version == sampler.sampler.engine.adapter.version
+    assert len(again.sequences) == 6 and service.version == sampler.engine.adapter.version
 
 
 def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running, monkeypatch):
@@ -173,7 +173,7 @@ def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running,
         sampler_of(config_of(cold, "--rollout-server", "http://127.0.0.1:9"), tmp_path)
     url = running(service_of(cold))
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
-    sampler.sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
+    sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
     with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 does not answer"):
         sampler.sample(1, Stopwatch())
 
@@ -286,7 +286,7 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
 def test_an_episode_from_the_network_is_read_with_distrust(change, told):
     sent = {"tokens": [5, 6, 7], "actions": "011", "logprobs": [-0.5, -1.0], "steps": [{"answer": "x"}]}
     sent |= {"step_ends": [2], "finish": "answered"}
-    question, bounds = Question("q", "Who?", ()), wire.Bounds(vocabulary=9, max_length=100)
+    question, bounds = Question("q", "Who?", ()), wire.EpisodeLimits(vocabulary=9, max_length=100)
     made = wire.sequence_from_json(Record(sent, Source("")), question, bounds)
     assert wire.sequence_to_json(made).items() >= (sent | {"steps": [{"analysis": "", "answer": "x"}]}).items()
     with pytest.raises(InvalidRecord, match=told):
@@ -297,10 +297,12 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
     """The prompt of its question, or the first steps of another episode with their log-probabilities."""
 
     def sequence(tokens, actions, logprobs):
-        return Sequence(Question("q", "Who?", ()), tokens, actions, logprobs=logprobs, stream=random.Random(0))
+        return Sequence(
+            Question("q", "Who?", ()), tokens=tokens, action_mask=actions, logprobs=logprobs, stream=random.Random(0)
+        )
 
     begun = sequence([5, 6, 7], [False, True, False], [-0.5])
-    wire.check_beginning(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), begun)
+    wire.check_start(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), begun)
     for tokens, actions, logprobs in (
         ([5, 6, 8, 8], [False, True, False, True], [-0.5, -1.0]),
         ([5, 6, 7, 8], [False, True, True, True], [-0.5, -1.0, -1.0]),
@@ -308,14 +310,14 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
         ([5, 6], [False, True], [-0.5]),
     ):
         with pytest.raises(InvalidRecord, match="an episode does not begin as question q does"):
-            wire.check_beginning(sequence(tokens, actions, logprobs), begun)
+            wire.check_start(sequence(tokens, actions, logprobs), begun)
 
 
 def test_a_ticket_goes_on_after_a_step_that_is_not_the_last():
     sent = {"tokens": [5, 6, 7, 8], "actions": "0101", "logprobs": [-0.5, -1.0], "step_ends": [1, 3]}
     sent |= {"finish": "answered", "steps": [{"query": "x"}, {"answer": "y"}]}
     question = wire.tickets_to_json([wire.Ticket(Question("q", "Who?", ()), "0", 0)])["questions"][0]
-    bounds = wire.Bounds(vocabulary=9, max_length=100)
+    bounds = wire.EpisodeLimits(vocabulary=9, max_length=100)
 
     def read(steps):
         episode = {"question": 0, "seed": "0", "begun": sent, "steps": steps}
@@ -329,7 +331,7 @@ def test_a_ticket_goes_on_after_a_step_that_is_not_the_last():
 def test_an_adapter_without_its_two_files_is_refused(tmp_path):
     """It was a ValueError: the worker closed the connection without a word."""
     with pytest.raises(InvalidRecord, match="the adapter is not two files"):
-        wire.Adapter(b'{"r": 8}').write(tmp_path / "adapter")
+        wire.AdapterFiles(b'{"r": 8}').write(tmp_path / "adapter")
     assert not list(tmp_path.iterdir())
 
 
@@ -339,7 +341,7 @@ def test_the_worker_is_sent_a_question_without_its_answers():
     asked = Question("q", "Where?", ("secret",), (document,), (document,), "title", (), "", earlier, "source", "Look.")
     sent = wire.tickets_to_json([wire.Ticket(asked, "0/1", 0), wire.Ticket(asked, "0/2", 1)])
     assert len(sent["questions"]) == 1 and "secret" not in str(sent)
-    bounds = wire.Bounds(vocabulary=9, max_length=100)
+    bounds = wire.EpisodeLimits(vocabulary=9, max_length=100)
     read = wire.tickets_from_json(Record(json.loads(json.dumps(sent)), Source("")), bounds)
     assert [t.seed for t in read] == ["0/1", "0/2"] and read[0].question is read[1].question
     assert read[0].question == dataclasses.replace(asked, answers=())

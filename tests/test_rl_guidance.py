@@ -7,11 +7,11 @@ import pytest
 from r3lite import ppo
 from r3lite.assembly import rl_guidance
 from r3lite.assembly.rl_guidance import Guidance
-from r3lite.core.command import COMMANDS
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.trajectories import encode_row, read_traces
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
@@ -41,7 +41,7 @@ def reasoned(i: int, answer: str = "Ann Dahl", reasoning: str = "I know it.") ->
 
 
 def config(*flags: str) -> PpoConfig:
-    return resolve("ppo", PpoConfig(), ["--algorithm", "hybrid", *flags], COMMANDS)
+    return resolve("ppo", PpoConfig(), ["--algorithm", "hybrid", *flags])
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def use(tmp_path, tokenizer):
         write_jsonl(tmp_path / "traces.jsonl", rows)
         made = config("--traces", str(tmp_path / "traces.jsonl"), *flags)
         layout = Layout(tokenizer, PROTOCOL, made.lengths)
-        return rl_guidance.usable(rl_guidance.read(made), made, QUESTIONS, layout, None), layout
+        return rl_guidance.usable_traces(rl_guidance.traces_of(made), made, QUESTIONS, layout, None), layout
 
     return make
 
@@ -63,16 +63,18 @@ def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
     rollout = found["q0"]
     (read,) = read_traces(tmp_path / "traces.jsonl", PROTOCOL)
     row = encode_row(replace(read, question=QUESTIONS[0].text), layout)
-    assert (rollout.tokens, rollout.action_mask) == (row.tokens, row.loss_mask) and rollout.off_policy
-    assert rollout.logprobs == [0.0] * sum(row.loss_mask)
+    record = rollout.record
+    assert (record.tokens, record.action_mask) == (row.tokens, row.action_mask) and rollout.off_policy
+    assert record.logprobs == [0.0] * sum(row.action_mask)
     ((end, reward),) = rollout.rewards
-    assert rollout.action_mask[end] and not any(rollout.action_mask[end + 1 :])
+    assert record.action_mask[end] and not any(record.action_mask[end + 1 :])
     assert reward == pytest.approx(1.1)  # an exact match, and 0.1 for the format
     assert rollout.signal == 1.0  # the match alone
-    given = [token for token, action in zip(rollout.tokens, rollout.action_mask, strict=True) if not action]
-    said = tokenizer.decode([t for t, action in zip(rollout.tokens, rollout.action_mask, strict=True) if action])
+    pairs = list(zip(record.tokens, record.action_mask, strict=True))
+    given = [token for token, is_action in pairs if not is_action]
+    said = tokenizer.decode([token for token, is_action in pairs if is_action])
     assert "Brenn is a film" in tokenizer.decode(given) and "Brenn is a film" not in said and "Rome" not in said
-    written = rollout.tokens[len(layout.prompt(QUESTIONS[0].text)) :]
+    written = record.tokens[len(layout.prompt(QUESTIONS[0].text)) :]
     assert written.count(tokenizer.stop_id) == 3  # a step, its documents, a step: a document ends no turn
 
 
@@ -132,7 +134,12 @@ def guidance(*flags: str, traces=(), entropies=None) -> Guidance:
 
 
 def rollout(group: int, off_policy: bool = False, token: int = 5) -> Rollout:
-    return Rollout([1, token], [False, True], [-0.5], [0.0], [(1, 1.0)], group, off_policy=off_policy)
+    return Rollout(
+        TokenRecord(tokens=[1, token], action_mask=[False, True], logprobs=[-0.5], values=[0.0]),
+        [(1, 1.0)],
+        group,
+        off_policy=off_policy,
+    )
 
 
 def scored(outcome: float) -> Scored:
@@ -168,10 +175,10 @@ def test_successes_are_kept_and_asked_again():
     assert sorted(again) == ["q0", "q1"] and again == made.replayed(2)
     paid = [(rollout(0, token=30), scored(1)), (rollout(0, token=31), scored(0))]
     joined, told = made.join(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
-    assert [(r.group, r.tokens[1]) for r in joined] == [(0, 10), (2, 12)]  # and none of this very round
+    assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 10), (2, 12)]  # and none of this very round
     assert told["replay/age"] == 2 and told["replay/size"] == 3
     joined, _ = made.join(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
-    assert [(r.group, r.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
+    assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
 
 
 @pytest.mark.parametrize(
@@ -194,5 +201,5 @@ def test_what_it_cannot_work_with_is_refused(capsys, flags, says):
 
 
 def test_others_are_guided_by_nothing():
-    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"], COMMANDS)
-    assert rl_guidance.read(made) == [] and rl_guidance.build_buffer(made) is None
+    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"])
+    assert rl_guidance.traces_of(made) == [] and rl_guidance.build_buffer(made) is None

@@ -79,6 +79,12 @@ class Scripted:
         self.drawn, self.ends, self.asked = drawn, ends, []
         self.grant = Grant(Memory())
 
+    def begin_round(self, number, retrieve):
+        pass
+
+    def end_round(self, number, retrieve):
+        return {}
+
     def run(self, questions, seeds, retrieve):
         seen = {q.id: iter(self.drawn[q.id]) for q in questions}
         return [sequence(q, "0", next(seen[q.id])) for q in questions]
@@ -131,7 +137,7 @@ def test_a_teacher_is_told_what_failed_and_of_which_question():
     assert [made.questions[r.group] for r in made.rollouts()] == [s.question.id for s in made.sequences]
     assert [r.failed for r in made.rollouts()[4:]] == [False, True]
     replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
-    asked = [s.question.id for s, group in zip(replaced.sequences, replaced.groups) if group in replaced.kept]
+    asked = [s.question.id for s, group in zip(replaced.sequences, replaced.groups) if group in replaced.learned_groups]
     assert 2 in replaced.groups and [replaced.questions[r.group] for r in replaced.rollouts()] == asked
 
 
@@ -145,11 +151,11 @@ def test_the_rounds_means_are_those_of_the_policy():
 def test_groups_that_an_expansion_has_mended_are_not_replaced():
     drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
     made = sampled(Scripted(drawn, ["yes"]), expand_limit=1, refill_limit=1)
-    assert made.kept == {0, 1} and made.extra_metrics["refill/attempts"] == 0 and len(made.rollouts()) == 5
+    assert made.learned_groups == {0, 1} and made.extra_metrics["refill/attempts"] == 0 and len(made.rollouts()) == 5
     replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
     assert replaced.extra_metrics["refill/attempts"] == 1 and len(replaced.sequences) == 4 + 1 + 2
-    assert replaced.groups[5:] == [2, 2] and {r.group for r in replaced.rollouts()} == replaced.kept
-    assert [r["learned"] for r in replaced.records(5)] == [g in replaced.kept for g in replaced.groups]
+    assert replaced.groups[5:] == [2, 2] and {r.group for r in replaced.rollouts()} == replaced.learned_groups
+    assert [r["learned"] for r in replaced.records(5)] == [g in replaced.learned_groups for g in replaced.groups]
 
 
 def test_where_nothing_can_be_expanded_the_round_is_as_it_was():
@@ -193,7 +199,7 @@ def test_a_difference_in_recall_is_no_variance_unless_no_answer_is_paid(paid, at
     totals = [0.16, 0.08] if paid else [0.0, 0.0]
     assert made.rewards()[poor] == pytest.approx(totals)
     assert made.extra_metrics["refill/attempts"] == attempts
-    assert (poor in made.kept) == (not attempts) and 1 - poor in made.kept
+    assert (poor in made.learned_groups) == (not attempts) and 1 - poor in made.learned_groups
 
 
 def test_near_misses_of_groups_whose_answers_are_alike_come_first():
@@ -202,7 +208,7 @@ def test_near_misses_of_groups_whose_answers_are_alike_come_first():
     for i, total in enumerate((0.16, 1.08, 0.16, 0.08)):
         parts = made.scored[i].parts
         made.scored[i] = Scored([0.0] * (len(made.scored[i].steps) - 1) + [total], parts, answer=parts["em"])
-    assert [origin.source for origin in near_misses(made)] == [2, 3, 0]
+    assert [expansion.origin for expansion in near_misses(made)] == [2, 3, 0]
 
 
 def test_the_signal_of_an_episode_goes_with_its_rollout():

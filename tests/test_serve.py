@@ -14,7 +14,6 @@ import torch
 
 from r3lite import serve
 from r3lite.core import listening
-from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.files import read_jsonl, shipped
 from r3lite.core.invocation import resolve
@@ -143,7 +142,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more(arguments):
 
 
 def config(*argv):
-    return resolve("serve", serve.ServeConfig(), ["--preset", "tiny", *argv], COMMANDS)
+    return resolve("serve", serve.ServeConfig(), ["--preset", "tiny", *argv])
 
 
 def test_which_adapter_answers_in_which_mode():
@@ -212,7 +211,7 @@ def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
         broken = prepared[0].transcript
         if asks[0].text == "broken":
             answering.iterate()
-            broken.error = NotFinite("question 0: the model's logits are not finite")
+            broken.error = NotFinite("question 0: the model's logits are not finite", code="broken")
         ended = []
         while answering.growing:
             ended += answering.iterate()

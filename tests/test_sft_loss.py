@@ -34,7 +34,7 @@ def by_hand(made: supervised.SFTTrainer, rows: list[Row]) -> float:
         for row in rows:
             logits = made.policy.model.logits(made.policy.model(torch.tensor([row.tokens])))[0, :, : made.vocabulary]
             logprobs = logits.log_softmax(-1)
-            losses += [-logprobs[t - 1, row.tokens[t]].item() for t in range(1, len(row.tokens)) if row.loss_mask[t]]
+            losses += [-logprobs[t - 1, row.tokens[t]].item() for t in range(1, len(row.tokens)) if row.action_mask[t]]
     return sum(losses) / len(losses)
 
 
@@ -43,7 +43,7 @@ def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
     made = trainer(toy, batch_size=3, gradient_accumulation=3)
     made.policy.model.eval()
     rows = made.rows[:8]  # the last micro-batch is smaller
-    assert len({sum(row.loss_mask) for row in rows}) > 1
+    assert len({sum(row.action_mask) for row in rows}) > 1
     count = sum(row.loss_tokens for row in rows)
     groups = made.micro_batches(rows)
     assert [len(g) for g in groups] == [3, 3, 2]
@@ -82,15 +82,15 @@ def test_loss_falls_on_what_the_assistant_wrote_and_never_on_documents(toy):
     made, tokenizer = trainer(toy), ChatTokenizer.load(toy[toy.index("--model") + 1])
     assert any("SECRET" in tokenizer.decode(row.tokens) for row in made.rows)
     for row in made.rows:
-        trained = tokenizer.decode([t for t, on in zip(row.tokens, row.loss_mask) if on])
+        trained = tokenizer.decode([t for t, on in zip(row.tokens, row.action_mask) if on])
         assert "SECRET" not in trained
         assert "was born in" not in trained
         assert trained.startswith("Step 1:\nThe problem analysis: I need to find out")
         assert "Step 2:" in trained
-        assert sum(t == tokenizer.stop_id and on for t, on in zip(row.tokens, row.loss_mask)) == 2
+        assert sum(t == tokenizer.stop_id and on for t, on in zip(row.tokens, row.action_mask)) == 2
     # Other words after the last trained token change no gradient; other words before it are read, but not predicted.
     row = made.rows[0]
-    longer = Row([*row.tokens, 7, 8, 9], [*row.loss_mask, False, False, False])
+    longer = Row(tokens=[*row.tokens, 7, 8, 9], action_mask=[*row.action_mask, False, False, False])
     for one, other in zip(gradients(made, [row], 1), gradients(made, [longer], 1)):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
 

@@ -61,7 +61,7 @@ def test_the_loss_of_each_source_by_hand(mixed):
             for row in rows:
                 logits = model.logits(model(torch.tensor([row.tokens])))[0, :, : made.vocabulary]
                 logprobs = logits.log_softmax(-1)
-                places = [t for t in range(1, len(row.tokens)) if row.loss_mask[t]]
+                places = [t for t in range(1, len(row.tokens)) if row.action_mask[t]]
                 losses += [-logprobs[t - 1, row.tokens[t]].item() for t in places]
         return sum(losses) / len(losses)
 

@@ -6,7 +6,6 @@ import torch
 from r3lite import ppo, sft
 from r3lite.assembly import reinforcement, supervised
 from r3lite.assembly.teacher import TeacherInTurns
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
@@ -91,7 +90,7 @@ def test_live_bytes_do_not_drift_over_steps_of_changing_lengths(toy, tmp_path, m
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_rehearsal_takes_the_room_of_the_moments_that_are_not_there_yet(toy, kind):  # noqa: F811
     """Without them it would find room that the second step does not have."""
-    config = resolve("sft", SftConfig(), [*toy, *KINDS[kind], "--batch-size", "1"], COMMANDS)
+    config = resolve("sft", SftConfig(), [*toy, *KINDS[kind], "--batch-size", "1"])
     trainer = supervised.build_trainer(config, *read_data(config))
     taken = []
     for number in (1, 2):

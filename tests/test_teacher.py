@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from r3lite import collect, ppo
-from r3lite.assembly import teacher
+from r3lite.assembly import teacher, teacher_cache
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, write_jsonl
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import Lesson, read_cache
 from r3lite.datasets.trajectories import Row
@@ -57,7 +58,7 @@ def test_what_is_kept_is_what_transformers_says(cache, trajectories):
     for lesson in found.values():
         with torch.no_grad():
             logits = model(torch.tensor([lesson.row.tokens])).logits[0, :-1, :size]
-        expected = logits.log_softmax(-1)[torch.tensor(lesson.row.loss_mask[1:])].topk(8)
+        expected = logits.log_softmax(-1)[torch.tensor(lesson.row.action_mask[1:])].topk(8)
         # Both are 3e-4 from float64 here.
         assert torch.allclose(lesson.teacher.logprobs, expected.values, atol=1e-3, rtol=0)
         gaps = expected.values[:, :-1] - expected.values[:, 1:]
@@ -67,24 +68,24 @@ def test_what_is_kept_is_what_transformers_says(cache, trajectories):
 
 
 def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectories, tmp_path, monkeypatch):
-    for module in (teacher, teacher_logprobs):
+    for module in (teacher_cache, teacher_logprobs):
         monkeypatch.setattr(module, "PART", 2)
     assert collected(trajectories, tmp_path / "whole") == 0
     write, written = teacher_logprobs.write_part, []
 
-    def stops(folder, number, *rest):
+    def stops(folder, number, **part):
         if number == 1:
             raise KeyboardInterrupt
-        write(folder, number, *rest)
+        write(folder, number, **part)
 
     monkeypatch.setattr(teacher_logprobs, "write_part", stops)
     assert collected(trajectories, tmp_path / "parts") == 130
     with pytest.raises(R3LiteError, match="not a complete cache of log-probabilities: it has no manifest"):
         lessons(tmp_path / "parts")
 
-    def counted(folder, number, *rest):
+    def counted(folder, number, **part):
         written.append(number)
-        write(folder, number, *rest)
+        write(folder, number, **part)
 
     monkeypatch.setattr(teacher_logprobs, "write_part", counted)
     assert collected(trajectories, tmp_path / "parts") == 0
@@ -174,9 +175,14 @@ def test_a_teacher_that_is_the_policy_says_nothing_new(cold, tmp_path):
         assert low <= record["teacher/kl"] < high and record["teacher/guided"] > 0
 
 
-ROLLOUT = Rollout([5, 6, 7, 8], [False, False, True, True], [-1.0, -2.0], [0.0, 0.0], [(2, 0.1), (3, 0.25)], 1)
+ROLLOUT = Rollout(
+    TokenRecord(tokens=[5, 6, 7, 8], action_mask=[False, False, True, True], logprobs=[-1.0, -2.0], values=[0.0, 0.0]),
+    [(2, 0.1), (3, 0.25)],
+    1,
+)
 LESSON = Lesson(
-    Row([5, 6, 9, 3, 9], [False, False, True, False, True]), TopTokens(torch.zeros(2, 1), torch.zeros(2, 1))
+    Row(tokens=[5, 6, 9, 3, 9], action_mask=[False, False, True, False, True]),
+    TopTokens(torch.zeros(2, 1), torch.zeros(2, 1)),
 )
 
 
@@ -192,7 +198,7 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
     untaught = cached.batch([failed], {0: "q", 1: "p"})
     assert untaught.teacher == [None] and torch.equal(untaught.tokens, Batch.of([failed]).tokens)
     with pytest.raises(R3LiteError, match="question q has another prompt"):
-        cached.batch([replace(failed, tokens=[5, 4, 7, 8])], {0: "p", 1: "q"})
+        cached.batch([replace(failed, record=replace(failed.record, tokens=[5, 4, 7, 8]))], {0: "p", 1: "q"})
 
 
 def test_what_has_failed():

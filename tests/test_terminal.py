@@ -5,7 +5,7 @@ import json
 import pytest
 
 from r3lite import procedures, retrieve
-from r3lite.core.command import say_error
+from r3lite.core.processes import say_error
 from r3lite.core.terminal import printable
 
 HOSTILE = "\x1b[31mred\x07 \x9b2J\u202eback\r\x08"

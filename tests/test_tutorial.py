@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.export import ExportConfig
 from r3lite.report import ReportConfig
@@ -32,7 +31,7 @@ def test_every_command_of_the_tutorial_is_understood(line):
     python, module, name, *arguments = shlex.split(line)
     assert (python, module) == ("python", "-m")
     name = name.removeprefix("r3lite.")
-    resolve(name, SETTINGS[name], arguments, COMMANDS)
+    resolve(name, SETTINGS[name], arguments)
 
 
 def free_port() -> int:

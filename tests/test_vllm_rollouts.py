@@ -6,7 +6,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.core.spans import Stopwatch
 from r3lite.rollout.vllm import VllmServer
-from r3lite.rollout.wire import Adapter
+from r3lite.rollout.wire import AdapterFiles
 from tests.fake_vllm import FakeVllm
 from tests.sampled_elsewhere import config_of, equal, perturb, sampler_of, trainers_difference
 
@@ -31,7 +31,7 @@ def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_pat
     second = sampler.sample(2, Stopwatch()).sequences
     assert trainers_difference(learner, second) < 1e-4
     loads = [line for line in server.log if not line.startswith("complete")]
-    old, new = (f"r3lite-{made.sampler.engine.adapter.version[:16]}" for made in (again, sampler))
+    old, new = (f"r3lite-{made.engine.adapter.version[:16]}" for made in (again, sampler))
     assert loads == [f"load {old}", f"load {new}", f"unload {old}"]
     assert [p.name for p in (tmp_path / "served").iterdir()] == [new]
 
@@ -48,7 +48,7 @@ def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vll
     server, url = vllm()
     sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", f"{url},{vllm()[1]}"), tmp_path)
     sampler.sample(1, Stopwatch())
-    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.sampler.engine.servers[0].name})
+    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.engine.servers[0].name})
     made = sampler.sample(2, Stopwatch())  # elsewhere, for now
     assert made.extra_metrics["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
     assert sampler.sample(3, Stopwatch()).extra_metrics["rollout/moved_episodes"] == 0 and server.loaded
@@ -107,8 +107,8 @@ def test_a_vllm_that_does_not_fit_is_refused(cold, tmp_path, vllm, options, told
 
 def test_an_adapter_is_written_beside_the_file_that_a_server_has_mapped(tmp_path):
     """To write over a mapped file would end the server's process with a bus error."""
-    Adapter(b"{}\0weights").write(tmp_path)
+    AdapterFiles(b"{}\0weights").write(tmp_path)
     with open(tmp_path / "adapter_model.safetensors", "rb") as mapped:
-        Adapter(b"{}\0others").write(tmp_path)
+        AdapterFiles(b"{}\0others").write(tmp_path)
         assert mapped.read() == b"weights"
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"others" and len(list(tmp_path.iterdir())) == 2

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.core.command import spare_the_machine
+from r3lite.core.environment import spare_the_machine
 
 ROOT = Path(__file__).parent.parent.parent
 LONGEST = 400  # seconds of a run

@@ -9,7 +9,7 @@ import math
 import statistics
 from dataclasses import dataclass, field, replace
 
-from r3lite.assembly.rl_round import Round, RoundSampler, sample
+from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.config import UsageError, flag
 from r3lite.core.episode import SEARCHING, Question
 from r3lite.core.errors import R3LiteError
@@ -18,6 +18,7 @@ from r3lite.datasets.sources import protocols_of
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.refill import has_variance
+from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 from r3lite.settings.rl import UNPAID_FOR_ANSWERS
@@ -34,12 +35,15 @@ class AnswerRound(Round):
 
     @property
     def token_count(self) -> int:
-        """Tokens of the whole episodes, and those that the ends wrote."""
-        written = sum(sum(end.action_mask) for end in self.sequences)
-        return written + sum(len(episode.tokens) for episode in self.drawn)
+        """The number of tokens of the whole episodes, and of those that the ends wrote."""
+        end_tokens = sum(sum(end.action_mask) for end in self.sequences)
+        return end_tokens + sum(len(episode.tokens) for episode in self.drawn)
 
     def metrics(self) -> dict[str, float | None]:
-        """Means over the ends, and what the whole episodes do. `searches` is of these: an end has none of its own."""
+        """Returns means over the ends and over the whole episodes.
+
+        `searches` is of the whole episodes: an end has none of its own.
+        """
         episodes = [sequence.episode() for sequence in self.drawn]
         return super().metrics() | {
             "searches": statistics.fmean(episode.searches for episode in episodes),
@@ -53,30 +57,41 @@ class AnswerRound(Round):
 class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
+    engine: Engine  # a remote one cannot end an episode again
+
     def __post_init__(self):
         super().__post_init__()
         self.order = replace(self.order, generations=1)  # one whole episode of each question
 
-    def sample(self, number: int, watch: Stopwatch) -> AnswerRound:
-        """Round 1, 2, ...; `watch` times its stages."""
+    def sample_round(self, number: int, watch: Stopwatch) -> AnswerRound:
+        """Samples and scores the ends of a round's contexts; `watch` times its stages."""
         rl = self.config.rl
         with watch.stage("contexts"):
             drawn, contexts = self._draw(number)
-        starts = [context for context in contexts for _ in range(rl.num_generations)]
-        seed = self.config.common.seed
-        seeds = [f"{seed}/end {number}/{i}/{k}" for i in range(len(contexts)) for k in range(rl.num_generations)]
+        starts = []
+        seeds = []
+        for i, context in enumerate(contexts):
+            for k in range(rl.num_generations):
+                starts.append(context)
+                seeds.append(f"{self.config.common.seed}/end {number}/{i}/{k}")
         with watch.stage("rollout"):
-            ends = sample(self.engine, self.ranks, self.engine.end_again, starts, seeds, self.retrieve)
+            ends = self.sample_episodes(self.engine.end_again, starts, seeds)
         with watch.stage("score"):
             groups = [i // rl.num_generations for i in range(len(ends))]
             scored = self.scored(number, ends, groups)
-        mixed = {group for group, rewards in enumerate(scored.rewards()) if has_variance(rewards)}
+        learned_groups = {group for group, rewards in enumerate(scored.rewards()) if has_variance(rewards)}
         metrics = self.cache.metrics() if self.cache else {}
-        return AnswerRound(ends, scored.scored, groups, kept=mixed, extra_metrics=metrics, drawn=drawn)
+        return AnswerRound(
+            sequences=ends,
+            scored=scored.scored,
+            groups=groups,
+            learned_groups=learned_groups,
+            extra_metrics=metrics,
+            drawn=drawn,
+        )
 
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Whole episodes of so many questions that --batch-size of them are contexts, or of the most allowed; and the
-        contexts, at most --batch-size.
+        """Returns whole episodes, as many as are needed for --batch-size contexts or at most allowed, and the contexts.
 
         Questions are drawn a few times, each time as many as the share of contexts so far makes necessary: episodes
         that are sampled together take hardly longer than one.
@@ -87,27 +102,38 @@ class AnswerSampler(RoundSampler):
         questions, seeds = self.order.of_round(number, size)
         attempt = 0
         while True:
-            sampled = sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
+            sampled = self.sample_episodes(self.engine.run, questions, seeds)
             drawn += sampled
             contexts += [sequence for sequence in sampled if is_context(sequence)]
-            count = len(contexts)
-            most = DRAWS_PER_CONTEXT * size if count else max(DRAWS_PER_CONTEXT * size, LEAST_DRAWS)
-            if count >= size or len(drawn) >= most:
+            limit = DRAWS_PER_CONTEXT * size
+            if not contexts:
+                limit = max(limit, LEAST_DRAWS)
+            if len(contexts) >= size or len(drawn) >= limit:
                 break
             attempt += 1
-            needed = math.ceil((size - count) * len(drawn) / max(count, 1))
+            missing = size - len(contexts)
+            needed = math.ceil(missing * len(drawn) / max(len(contexts), 1))
             used = {sequence.question.id for sequence in drawn}
-            questions, seeds = self.order.of_refill(number, attempt, min(needed, most - len(drawn)), used)
+            questions, seeds = self.order.of_refill(
+                number,
+                attempt,
+                size=min(needed, limit - len(drawn)),
+                used=used,
+            )
         if not contexts:
             cause = (
                 f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
             )
-            raise R3LiteError(cause, "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.")
+            raise R3LiteError(
+                cause,
+                "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.",
+                code="no-complete-contexts",
+            )
         return drawn, contexts[:size]
 
 
 def is_context(sequence: Sequence) -> bool:
-    """Whether every gold paragraph is among the documents of an episode, as they were cut to fit."""
+    """Returns whether every gold paragraph is among the documents of an episode, as they were cut to fit."""
     return sequence.failure is None and sequence.episode().recall == 1.0
 
 
@@ -118,27 +144,39 @@ def check(config: PpoConfig) -> None:
         return
     if not learns_from_ends(ALGORITHMS[rl.algorithm]):
         names = ", ".join(name for name, algorithm in ALGORITHMS.items() if learns_from_ends(algorithm))
-        raise UsageError(f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}")
+        raise UsageError(
+            f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}",
+            code="ends-not-compared",
+        )
     if config.retrieval.retriever == "none":
-        raise UsageError("--learn answer needs retrieved documents, but --retriever is none")
+        raise UsageError(
+            "--learn answer needs retrieved documents, but --retriever is none", code="answers-without-documents"
+        )
     if not any(protocol.searches for protocol in protocols_of(config.protocol, config.mixture).values()):
-        raise UsageError(f"--learn answer needs a --format that searches, which {config.protocol.format} does not")
+        raise UsageError(
+            f"--learn answer needs a --format that searches, which {config.protocol.format} does not",
+            code="answers-without-searches",
+        )
     if config.remote.rollout_server:
-        raise UsageError("--learn answer does not work with --rollout-server: remove one")
+        raise UsageError("--learn answer does not work with --rollout-server: remove one", code="answers-from-workers")
     if rl.expand_limit or rl.refill_limit:
         name = "expand_limit" if rl.expand_limit else "refill_limit"
-        raise UsageError(f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0")
+        raise UsageError(
+            f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0", code="answers-with-setting"
+        )
     if not config.reward.outcome_em:
-        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0")
+        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0", code="answers-unrewarded")
     for name in UNPAID_FOR_ANSWERS:
         if getattr(config.reward, name):
-            raise UsageError(f"--learn answer rewards exact match alone: remove {flag(name)}")
+            raise UsageError(
+                f"--learn answer rewards exact match alone: remove {flag(name)}", code="answers-reward-em-alone"
+            )
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:
-    """Whether an algorithm compares the episodes of a group, and learns from these alone."""
-    others = algorithm.has_critic or algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
-    return algorithm.has_groups and not others
+    """Returns whether an algorithm compares the episodes of a group, and learns from these alone."""
+    learns_off_policy = algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
+    return algorithm.has_groups and not algorithm.has_critic and not learns_off_policy
 
 
 def check_questions(config: PpoConfig, questions: list[Question]) -> None:
@@ -148,4 +186,8 @@ def check_questions(config: PpoConfig, questions: list[Question]) -> None:
     count = sum(not question.gold for question in questions)
     if count:
         cause = f"--learn answer needs gold paragraphs, but {count} of {len(questions)} questions have none"
-        raise R3LiteError(cause, "Pass questions with supporting facts or paragraphs, or --learn episode.")
+        raise R3LiteError(
+            cause,
+            "Pass questions with supporting facts or paragraphs, or --learn episode.",
+            code="answers-without-paragraphs",
+        )

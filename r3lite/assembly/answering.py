@@ -84,9 +84,13 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
     if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":
-        raise UsageError("--retriever golden and --context question need the questions of a data set")
+        raise UsageError(
+            "--retriever golden and --context question need the questions of a data set", code="retriever-needs-data"
+        )
     if settings.retriever != "none" and settings.from_questions:
-        raise UsageError("--index is missing: pass an index folder, or --corpus FILE, or --retriever none")
+        raise UsageError(
+            "--index is missing: pass an index folder, or --corpus FILE, or --retriever none", code="index-missing"
+        )
     setup = Setup(settings, questions=[], seed=config.common.seed, gives_up=gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)

@@ -47,11 +47,17 @@ def adapters_of(config: ServeConfig) -> dict[str, str | None]:
         if not name:
             name = _name_of(Path(folder))
         if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII):
-            raise UsageError(f"the adapter {folder} needs a name of letters, digits, - and _: pass NAME=FOLDER")
+            raise UsageError(
+                f"the adapter {folder} needs a name of letters, digits, - and _: pass NAME=FOLDER",
+                code="adapter-unnamed",
+            )
         if name == BASE and entry != BASE:
-            raise UsageError(f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass NAME=FOLDER")
+            raise UsageError(
+                f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass NAME=FOLDER",
+                code="adapter-named-base",
+            )
         if name in folders:
-            raise UsageError(f"two adapters are named {name}: pass NAME=FOLDER")
+            raise UsageError(f"two adapters are named {name}: pass NAME=FOLDER", code="adapter-name-twice")
         folders[name] = None if entry == BASE else folder
     return folders or {BASE: None}
 
@@ -74,7 +80,10 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
     by_mode = {mode: getattr(config.modes, f"{mode}_adapter") or defaults[mode] for mode in MODES}
     for mode, name in by_mode.items():
         if name not in names:
-            raise UsageError(f"--{mode}-adapter is {name}; choose from {', '.join(names)}, or add it to --adapters")
+            raise UsageError(
+                f"--{mode}-adapter is {name}; choose from {', '.join(names)}, or add it to --adapters",
+                code="mode-adapter-unknown",
+            )
     if not searches:
         del by_mode["search"]
     return by_mode
@@ -157,7 +166,7 @@ class LiveAnswers:
             stream=random.Random(seed),
             adapter=self._switch(ask.adapter),
             sampler=self._sampler(ask),
-            most=ask.max_tokens,
+            max_tokens=ask.max_tokens,
         )
         layout.open(sequence)
         growing = Growing(

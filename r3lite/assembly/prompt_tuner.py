@@ -33,7 +33,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
-from r3lite.tuning.history import Candidate, History, Round, shown
+from r3lite.tuning.history import Candidate, History, RoundResult, score_text
 
 BEST = "best_prompt.txt"
 CANDIDATES = "candidates"
@@ -54,7 +54,7 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
     build_protocol(protocol)  # raises R3LiteError for a bad prompt file
     name = prompt_file(protocol, which)
     if name is None:
-        raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt")
+        raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt", code="prompt-absent")
     return read_prompt(name)
 
 
@@ -239,7 +239,7 @@ class PromptTuner:
         elif failed and len(failed) == len(replies):
             reason = ": ".join(filter(None, (FAILURES[failed[0].failure], failed[0].detail)))
             cause = f"none of the critic's {len(replies)} replies can be used; the first: {reason}"
-            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}")
+            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}", code="critic-useless")
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
@@ -285,7 +285,7 @@ class PromptTuner:
         failed = [episode.failure for episode in episodes if episode.failure]
         if failed:
             cause = f"the retriever failed on {len(failed)} questions: {failed[0]}"
-            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}")
+            raise R3LiteError(cause, f"Fix the cause, and {CONTINUE}", code="retriever-failed")
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
@@ -311,7 +311,9 @@ class PromptTuner:
         self.history.score(candidate, recorded)
         metric = self.config.tuning.metric
         best = self.history.best
-        message = f"{metric} {shown(means[metric])}; best so far: prompt {best.id}, {shown(best.scores[metric])}"
+        message = (
+            f"{metric} {score_text(means[metric])}; best so far: prompt {best.id}, {score_text(best.scores[metric])}"
+        )
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
@@ -325,7 +327,7 @@ class PromptTuner:
         )
         gain = comparison[self.config.tuning.metric]
         self.history.close(
-            Round(
+            RoundResult(
                 number=number,
                 best=best,
                 gained=gain["difference"],

@@ -1,128 +1,142 @@
-"""Rounds of RL whose episodes are sampled on other machines, with the adapter of now or a round ahead.
+"""Rounds of RL whose episodes are sampled on other machines, with the newest adapter or a round ahead.
 
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """
 
-import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from r3lite.assembly.rl_round import Round, RoundSampler
+from r3lite.assembly.rl_round import RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
+from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.listening import TOKEN, bearer
-from r3lite.core.spans import Stopwatch
 from r3lite.core.terminal import say
-from r3lite.devices.ranks import Ranks
 from r3lite.llm.http_client import Link
 from r3lite.models import weights
 from r3lite.retrieval.setup import Setup
-from r3lite.rewards.judge import Judge
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout, action_states
 from r3lite.rl.learner import Learner
-from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, Worker
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, RolloutWorker
+from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.vllm import VllmServer
-from r3lite.rollout.wire import Adapter
 from r3lite.settings import PpoConfig
 from r3lite.training.state import TrainState
 
 
-@dataclass(frozen=True)
-class RemoteSampler:
-    """Samples the rounds of `sampler`, whose engine is remote; with --max-staleness 1 each while the one before is
-    learned from. The adapter that the coming round is sampled with is then a part of the run's state."""
-
-    sampler: RoundSampler
-    learner: Learner
-    state: TrainState
-
-    @property
-    def judge(self) -> Judge | None:
-        return self.sampler.judge
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.sampler.ranks
-
-    def sample(self, number: int, watch: Stopwatch) -> Round:
-        """As RoundSampler.sample."""
-        sampler, engine, config = self.sampler, self.sampler.engine, self.sampler.config
-        late, size = config.remote.max_staleness, config.rl.batch_size
-        if late and engine.adapter and not engine.ahead:  # resumed, with the adapter that the checkpoint has kept
-            engine.go_ahead(*sampler.order.of_round(number, size), sampler.retrieve)
-        with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
-            self.state.save_adapter(Path(folder))
-            engine.adapter = Adapter.saved(Path(folder))
-        made = sampler.sample(number, watch)
-        if self.learner.value_head is not None:
-            with watch.stage("values"):
-                self._value(made)
-        if late and number < config.rounds(len(sampler.questions)):
-            engine.go_ahead(*sampler.order.of_round(number + 1, size), sampler.retrieve)
-        return replace(made, extra_metrics=made.extra_metrics | engine.metrics())
-
-    def _value(self, made: Round) -> None:
-        """Gives the episodes what the critic says of them now, as it was not there when they were sampled."""
-        batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in made.sequences])
-        found = self.learner.grant.attempt("update", state_values, self.learner, batch)
-        for sequence, values, mask in zip(made.sequences, found, batch.action_mask, strict=True):
-            sequence.values = values[mask].tolist()
+def add_values(learner: Learner, sequences: list[Sequence]) -> None:
+    """Gives episodes the values of the critic, which did not run when they were sampled."""
+    batch = Batch.of([Rollout(sequence, rewards=[], group=0) for sequence in sequences])
+    values = learner.grant.attempt("update", state_values, learner, batch)
+    for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
+        sequence.values = row_values[mask].tolist()
 
 
 @torch.no_grad()
 def state_values(learner: Learner, batch: Batch) -> torch.Tensor:
-    """The critic's values [B, T] of the states before the action tokens."""
-    found = torch.zeros_like(batch.values)
+    """Returns the critic's values [B, T] of the states before the action tokens."""
+    values = torch.zeros_like(batch.values)
     with learner.precision.autocast():
         for rows in learner.micro_batches(batch):
             part = batch.rows(rows)
             hidden, _ = action_states(learner.model, part)
-            found[rows] = part.spread(learner.value_head(hidden).float().cpu())
-    return found
+            values[rows] = part.spread(learner.value_head(hidden).float().cpu())
+    return values
 
 
 def check(config: PpoConfig) -> None:
     """Refuses settings beside which --max-staleness 1 would not be what it says."""
-    rl, late = config.rl, config.remote.max_staleness
-    if late and rl.importance_cap is None:
-        raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2")
-    if late and ALGORITHMS[rl.algorithm].has_replay:
-        raise UsageError(f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0")
-    if late and rl.kl_budget:
-        raise UsageError("--max-staleness 1 does not work with --kl-budget, which measures the last update: pass 0")
-    if late and config.validation.eval_data and config.guard.guard == "roll-back":
-        raise UsageError("--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn")
+    rl = config.rl
+    if not config.remote.max_staleness:
+        return
+    if rl.importance_cap is None:
+        raise UsageError("--max-staleness 1 needs an --importance-cap, such as 2", code="stale-without-cap")
+    if ALGORITHMS[rl.algorithm].has_replay:
+        raise UsageError(
+            f"--max-staleness 1 does not work with {rl.algorithm}, which replays episodes: pass 0", code="stale-replay"
+        )
+    if rl.kl_budget:
+        raise UsageError(
+            "--max-staleness 1 does not work with --kl-budget, which measures the last update: pass 0",
+            code="stale-kl-budget",
+        )
+    if config.validation.eval_data and config.guard.guard == "roll-back":
+        raise UsageError(
+            "--max-staleness 1 does not work with rollbacks to the best --eval-data: pass --guard warn",
+            code="stale-rollback",
+        )
 
 
 def plan(config: PpoConfig) -> str:
-    """What a run would do, for --dry-run."""
-    servers, late = ", ".join(config.remote.rollout_server), config.remote.max_staleness
-    which = "the adapter before the last update" if late else "the newest adapter"
-    cap = f"importance weights of at most {config.rl.importance_cap:g}" if config.rl.importance_cap else "no correction"
-    return f"\n\nEpisodes are sampled by {servers} (not contacted now), each round with {which}; {cap}"
-
-
-def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Setup, output: Path) -> RemoteSampler:
-    """The same rounds, sampled by the servers of the settings, each of which is asked what it is."""
-    config, local = sampler.config, sampler.engine
-    base = weights.fingerprint(weights.resolve_folder(config.model.model))
-    facts = facts_of(config, base, local.grant.memory.nf4, local.layouts, setup)
-    servers, headers = [], bearer(TOKEN)
-    for url in config.remote.rollout_server:
-        link = Link(url.rstrip("/"), REMEDY, config.remote.rollout_timeout, LARGEST, headers)
-        version = link.ask("/version", None, "a rollout server", lambda reply: reply)
-        if "r3lite" in version:
-            servers.append(Worker(link, facts, local.layout_of))
-        elif "version" in version:
-            servers.append(VllmServer(link, config, local.layout_of, output))
-        else:
-            raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY)
-    say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
-    engine = RemoteEngine(servers)
+    """Returns how a run would sample its episodes, for --dry-run."""
+    servers = ", ".join(config.remote.rollout_server)
+    adapter = "the newest adapter"
     if config.remote.max_staleness:
+        adapter = "the adapter before the last update"
+    correction = "no correction"
+    if config.rl.importance_cap:
+        correction = f"importance weights of at most {config.rl.importance_cap:g}"
+    return f"\n\nEpisodes are sampled by {servers} (not contacted now), each round with {adapter}; {correction}"
+
+
+def build_remote_sampler(
+    sampler: RoundSampler,
+    local: Engine,
+    learner: Learner,
+    state: TrainState,
+    setup: Setup,
+    output: Path,
+) -> RoundSampler:
+    """Returns a sampler of the same rounds on the servers of the settings, in place of the `local` engine."""
+    config = sampler.config
+    facts = facts_of(
+        config,
+        base=weights.fingerprint(weights.resolve_folder(config.model.model)),
+        nf4=local.grant.memory.nf4,
+        layouts=local.layouts,
+        setup=setup,
+    )
+    servers = [_server(url, config, facts=facts, local=local, output=output) for url in config.remote.rollout_server]
+    say(f"episodes are sampled by {', '.join(server.check() for server in servers)}")
+    is_ahead = config.remote.max_staleness > 0
+    last = config.rounds(len(sampler.questions))
+
+    def draw_ahead(number: int) -> tuple[list[Question], list[str]]:
+        if number > last:
+            return [], []
+        return sampler.order.of_round(number, config.rl.batch_size)
+
+    engine = RemoteEngine(servers, state.save_adapter, draw_ahead=draw_ahead if is_ahead else None)
+    if is_ahead:
         state.parts["rollouts"] = engine
-    return RemoteSampler(replace(sampler, engine=engine), learner, state)
+    has_critic = learner.value_head is not None
+    return replace(sampler, engine=engine, add_values=partial(add_values, learner) if has_critic else None)
+
+
+def _server(
+    url: str,
+    config: PpoConfig,
+    facts: dict[str, str],
+    local: Engine,
+    output: Path,
+) -> RolloutWorker | VllmServer:
+    """Asks a server what it is; raises R3LiteError if it is neither a rollout worker nor vLLM."""
+    link = Link(
+        url.rstrip("/"),
+        remedy=REMEDY,
+        seconds=config.remote.rollout_timeout,
+        most=LARGEST,
+        headers=bearer(TOKEN),
+    )
+    version = link.ask("/version", None, server="a rollout server", read=lambda reply: reply)
+    if "r3lite" in version:
+        return RolloutWorker(link, facts, local.layout_of)
+    if "version" in version:
+        return VllmServer(link, config, layout_of=local.layout_of, output=output)
+    raise R3LiteError(f"{url} is neither an r3lite rollout worker nor a vLLM server", REMEDY, code="not-a-worker")

@@ -13,7 +13,8 @@ from torch import Tensor
 from r3lite.core.config import UsageError
 from r3lite.core.episode import ANSWERED, Episode, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.trajectories import Trajectory, encode_row, read_traces
+from r3lite.datasets.trajectories import Row, Trajectory, encode_row, read_traces
+from r3lite.devices.ranks import Ranks
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.judge import Judge
@@ -30,68 +31,122 @@ def check(config: PpoConfig) -> None:
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
-        raise UsageError(f"--traces is missing: {rl.algorithm} needs a file of a teacher's traces")
-    if (algorithm.has_traces or algorithm.has_replay) and changing_weights(config.reward, 1):
-        why = f"{rl.algorithm} reuses the rewards of earlier rounds"
-        raise UsageError(f"{why}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0")
-    if (algorithm.has_traces or algorithm.has_replay) and not highest_outcome(config.reward):
-        why = f"{rl.algorithm} needs a reward for correct answers"
-        raise UsageError(f"{why}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
+        raise UsageError(
+            f"--traces is missing: {rl.algorithm} needs a file of a teacher's traces", code="traces-missing"
+        )
+    if not algorithm.has_traces and not algorithm.has_replay:
+        return
+    if changing_weights(config.reward, 1):
+        cause = f"{rl.algorithm} reuses the rewards of earlier rounds"
+        raise UsageError(
+            f"{cause}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0",
+            code="curriculum-weights",
+        )
+    if not highest_outcome(config.reward):
+        cause = f"{rl.algorithm} needs a reward for correct answers"
+        raise UsageError(
+            f"{cause}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0", code="guidance-unrewarded"
+        )
 
 
-def read(config: PpoConfig) -> list[Trajectory]:
-    """The rows of --traces; none without it."""
-    rl = config.rl
-    return read_traces(rl.traces, build_protocol(config.protocol), config.data.skip_bad_rows) if rl.traces else []
+def traces_of(config: PpoConfig) -> list[Trajectory]:
+    """Returns the rows of --traces; none without it."""
+    if not config.rl.traces:
+        return []
+    return read_traces(config.rl.traces, build_protocol(config.protocol), config.data.skip_bad_rows)
 
 
 def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
-    """An empty replay buffer, if the algorithm has one."""
+    """Returns an empty replay buffer, if the algorithm has one."""
     rl = config.rl
     if not ALGORITHMS[rl.algorithm].has_replay:
         return None
     return ReplayBuffer(rl.replay_size, rl.num_generations, rl.replay_start)
 
 
-def usable(
-    traces: Sequence[Trajectory], config: PpoConfig, questions: Sequence[Question], layout: Layout, judge: Judge | None
+@dataclass(frozen=True)
+class MatchedTrace:
+    """A trace and one of the questions with its text."""
+
+    trace: Trajectory
+    question: Question
+    row: Row | None  # the trace in tokens; None if it is too long
+
+
+def usable_traces(
+    traces: Sequence[Trajectory],
+    config: PpoConfig,
+    questions: Sequence[Question],
+    layout: Layout,
+    judge: Judge | None,
 ) -> dict[str, Rollout]:
-    """The trace with the highest reward of each question that has one, by the question's id; prints how many are left
-    out.
+    """Returns the trace with the highest reward of each question that has one, by the question's id; prints how many
+    are left out.
 
     A trace belongs to the questions with its text, and gets the reward that an episode of theirs would get. Its
     log-probabilities are 0: the teacher's probability is taken to be 1. `group` is yet to be set.
     """
-    rl, of_text = config.rl, {}
-    for question in questions:
-        of_text.setdefault(" ".join(question.text.split()), []).append(question)
-    pairs = [(trace, q) for trace in traces for q in of_text.get(" ".join(trace.question.split()), ())]
-    rows = [encode_row(replace(trace, question=q.text), layout) for trace, q in pairs]
-    fitting = [(trace, q, row) for (trace, q), row in zip(pairs, rows, strict=True) if row is not None]
-    scored = score_all([Episode(q, list(trace.steps), ANSWERED) for trace, q, _ in fitting], config.reward, judge)
-    found: dict[str, Rollout] = {}
-    right, missing = 0, sum(rewards is None for rewards in scored)
-    for (_, q, row), rewards in zip(fitting, scored, strict=True):
-        if rewards is None or outcome_share(rewards, config.reward) < rl.trace_min_outcome:
+    matched = _matched_traces(traces, questions, layout)
+    fitting = [match for match in matched if match.row is not None]
+    episodes = [Episode(match.question, list(match.trace.steps), ANSWERED) for match in fitting]
+    scored = score_all(episodes, config.reward, judge)
+    missing = 0
+    wrong = 0
+    best: dict[str, Rollout] = {}  # by the question's id
+    for match, rewards in zip(fitting, scored, strict=True):
+        if rewards is None:
+            missing += 1
             continue
-        right += 1
-        if q.id not in found or rewards.total > found[q.id].rewards[0][1]:
-            made = Rollout.with_final_reward(row.tokens, row.loss_mask, None, rewards.total, 0)
-            found[q.id] = replace(made, off_policy=True, signal=rewards.signal)
-    strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
+        if outcome_share(rewards, config.reward) < config.rl.trace_min_outcome:
+            wrong += 1
+            continue
+        id = match.question.id
+        if id not in best or rewards.total > best[id].total:
+            best[id] = _off_policy(match.row, rewards)
+    texts = {_normalized(question.text) for question in questions}
     reasons = {
-        "have no question in --data": strangers,
-        f"are longer than {layout.lengths.max_length} tokens": len(pairs) - len(fitting),
+        "have no question in --data": sum(_normalized(trace.question) not in texts for trace in traces),
+        f"are longer than {layout.lengths.max_length} tokens": len(matched) - len(fitting),
         "have no verdict of the judge, or no value of another reward": missing,
-        f"have an answer reward below {rl.trace_min_outcome:g} of the maximum": len(fitting) - missing - right,
-        "are not the best of their question": right - len(found),
+        f"have an answer reward below {config.rl.trace_min_outcome:g} of the maximum": wrong,
+        "are not the best of their question": len(fitting) - missing - wrong - len(best),
     }
-    message = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
-    message += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
-    if not found:
-        raise R3LiteError(f"--traces {rl.traces}: {message}", "Pass traces with correct answers to --data.")
+    message = f"{len(best)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
+    for reason, count in reasons.items():
+        if count:
+            message += f"; {count} {reason}"
+    if not best:
+        raise R3LiteError(
+            f"--traces {config.rl.traces}: {message}",
+            "Pass traces with correct answers to --data.",
+            code="traces-useless",
+        )
     print(message, file=sys.stderr)
-    return found
+    return best
+
+
+def _matched_traces(traces: Sequence[Trajectory], questions: Sequence[Question], layout: Layout) -> list[MatchedTrace]:
+    """Returns each trace with each of the questions that have its text."""
+    by_text: dict[str, list[Question]] = {}
+    for question in questions:
+        by_text.setdefault(_normalized(question.text), []).append(question)
+    matched = []
+    for trace in traces:
+        for question in by_text.get(_normalized(trace.question), ()):
+            row = encode_row(replace(trace, question=question.text), layout)
+            matched.append(MatchedTrace(trace, question, row))
+    return matched
+
+
+def _normalized(text: str) -> str:
+    """Returns a text with single blanks between its words."""
+    return " ".join(text.split())
+
+
+def _off_policy(row: Row, rewards: Scored) -> Rollout:
+    """Returns a trace as an off-policy rollout without a group."""
+    rollout = Rollout.with_final_reward(row, reward=rewards.total, group=0)
+    return replace(rollout, off_policy=True, signal=rewards.signal)
 
 
 @dataclass(frozen=True)
@@ -105,45 +160,94 @@ class Guidance:
     mean_entropies: Callable[[Batch], Tensor]  # the current policy's, [B] for a batch
 
     def replayed(self, number: int) -> list[str]:
-        """The ids of the questions that round `number` asks again."""
+        """Returns the ids of the questions that round `number` asks again."""
         if self.replay is None:
             return []
-        rl, seed = self.config.rl, self.config.common.seed
-        return self.replay.choose(rl.questions_at(rl.replay_share), f"{seed}/replay {number}")
+        count = self.config.rl.questions_at(self.config.rl.replay_share)
+        return self.replay.choose(count, f"{self.config.common.seed}/replay {number}")
 
     def with_replayed(self, drawn: list[Question], replayed: list[str]) -> list[Question]:
-        """The questions of a round's episodes, group by group, with the `replayed` ones in place of the last groups,
-        unless they were drawn anyway."""
+        """Returns the questions of a round's episodes, group by group, with the `replayed` ones in place of the last
+        groups, unless they were drawn anyway."""
         size = self.config.rl.num_generations
         groups = drawn[::size]
         free = [i for i in reversed(range(len(groups))) if groups[i].id not in replayed]
-        names = {question.id for question in groups}
-        for i, name in zip(free, [name for name in replayed if name not in names], strict=False):
-            groups[i] = self.questions[name]
+        drawn_ids = {question.id for question in groups}
+        missing = [id for id in replayed if id not in drawn_ids]
+        for i, id in zip(free, missing, strict=False):
+            groups[i] = self.questions[id]
         return [question for question in groups for _ in range(size)]
 
     def join(
-        self, number: int, groups: list[str], rewarded: Iterable[tuple[Rollout, Scored]], replayed: list[str]
+        self,
+        number: int,
+        groups: list[str],
+        rewarded: Iterable[tuple[Rollout, Scored]],
+        replayed: list[str],
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """The off-policy episodes of round `number`, and metrics of them; adds the round's successes to the buffer.
+        """Returns the off-policy episodes of round `number`, and metrics of them; adds the round's successes to the
+        buffer.
 
         `groups` are the ids of its groups' questions, `rewarded` the sampled episodes that have a reward.
         """
-        rl = self.config.rl
-        asked = list(dict.fromkeys(groups))
-        guided = [name for name in asked if name in self.traces][: rl.questions_at(rl.trace_share)]
-        joined = [replace(self.traces[name], group=groups.index(name)) for name in guided]
-        metrics: dict[str, float] = {"off_policy/traces": len(joined)} if self.traces else {}
+        questions = list(dict.fromkeys(groups))
+        joined: list[Rollout] = []
+        metrics: dict[str, float] = {}
+        if self.traces:
+            joined += self._trace_rollouts(groups, questions)
+            metrics["off_policy/traces"] = len(joined)
         if self.replay is not None:
-            found = self.replay.of_lowest_entropy([name for name in replayed if name in asked], self.mean_entropies)
-            joined += [success.rollout(groups.index(name)) for name, success in found.items()]
-            metrics["off_policy/replays"] = len(found)
-            if found:
-                metrics["replay/age"] = sum(number - success.round for success in found.values()) / len(found)
-            of_question: dict[str, list[tuple[Rollout, bool]]] = {name: [] for name in asked}
-            for rollout, scored in rewarded:
-                succeeded = outcome_share(scored, self.config.reward) >= rl.replay_min_outcome
-                of_question[groups[rollout.group]].append((rollout, succeeded))
-            self.replay.add(number, of_question)
+            replayed_questions = [id for id in replayed if id in questions]
+            successes = self.replay.of_lowest_entropy(replayed_questions, self.mean_entropies)
+            joined += [success.rollout(groups.index(id)) for id, success in successes.items()]
+            metrics["off_policy/replays"] = len(successes)
+            if successes:
+                ages = [number - success.round for success in successes.values()]
+                metrics["replay/age"] = sum(ages) / len(ages)
+            self.replay.add(number, self._outcomes(groups, questions, rewarded))
             metrics |= self.replay.metrics()
         return joined, metrics
+
+    def _trace_rollouts(self, groups: list[str], questions: list[str]) -> list[Rollout]:
+        """Returns the traces of the first questions that have one, up to --trace-share of the questions."""
+        limit = self.config.rl.questions_at(self.config.rl.trace_share)
+        guided = [id for id in questions if id in self.traces][:limit]
+        return [replace(self.traces[id], group=groups.index(id)) for id in guided]
+
+    def _outcomes(
+        self,
+        groups: list[str],
+        questions: list[str],
+        rewarded: Iterable[tuple[Rollout, Scored]],
+    ) -> dict[str, list[tuple[Rollout, bool]]]:
+        """Returns the rewarded episodes of each question, each with whether it succeeded."""
+        outcomes: dict[str, list[tuple[Rollout, bool]]] = {id: [] for id in questions}
+        for rollout, scored in rewarded:
+            succeeded = outcome_share(scored, self.config.reward) >= self.config.rl.replay_min_outcome
+            outcomes[groups[rollout.group]].append((rollout, succeeded))
+        return outcomes
+
+
+def build_guidance(
+    config: PpoConfig,
+    questions: Sequence[Question],
+    traces: Sequence[Trajectory],
+    replay: ReplayBuffer | None,
+    layout: Layout,
+    judge: Judge | None,
+    ranks: Ranks,
+    mean_entropies: Callable[[Batch], Tensor],
+) -> Guidance | None:
+    """Returns the guidance of a run; None if its algorithm has neither traces nor a replay buffer."""
+    trace_rollouts: dict[str, Rollout] = {}
+    if traces:
+        trace_rollouts = ranks.shared(lambda: usable_traces(traces, config, questions, layout=layout, judge=judge))
+    if not trace_rollouts and replay is None:
+        return None
+    return Guidance(
+        config=config,
+        questions={question.id: question for question in questions},
+        traces=trace_rollouts,
+        replay=replay,
+        mean_entropies=mean_entropies,
+    )

@@ -25,8 +25,10 @@ def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
 
 
 def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
-    """That most questions are those of the adapter's demonstrations, or ""; nothing is said of an adapter of which its
-    questions are not known."""
+    """Returns a message that most questions are those of the adapter's demonstrations, or "".
+
+    It is "" too for an adapter whose questions are not known.
+    """
     adapter = result_of_run(config.model.model, config.model.adapter)
     if adapter is None:
         return ""
@@ -38,16 +40,19 @@ def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
 
 
 def rejected(config: PpoConfig, questions: Sequence[Question]) -> str:
-    """That --exclude leaves mostly questions that `collect` rejected when it wrote the files of --exclude, or ""."""
+    """Returns a message that --exclude leaves mostly questions that `collect` rejected when it wrote the files of
+    --exclude, or ""."""
     ids: set[str] = set()
     for file in config.data.exclude or ():
         ids |= rejected_ids(Path(file))
-    count = sum(own_id(question) in ids for question in questions)
+    count = sum(id_in_file(question) in ids for question in questions)
     if count <= MOSTLY * len(questions):
         return ""
     return f"`collect` could make no demonstration of {count} of the {len(questions)} questions that --exclude leaves"
 
 
-def own_id(question: Question) -> str:
-    """The id of a question in its file: without the name of its source, if there are several (read_questions_of)."""
-    return question.id.removeprefix(f"{question.source}/") if question.source else question.id
+def id_in_file(question: Question) -> str:
+    """Returns the id of a question in its file: without its source's name, if there are several (read_questions_of)."""
+    if not question.source:
+        return question.id
+    return question.id.removeprefix(f"{question.source}/")

@@ -4,12 +4,15 @@ Some settings add to that: off-policy episodes (`rl_guidance`), other ends of fa
 place of those without variance.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Protocol
 
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.core.episode import CUT_OFF, Question, Retrieve
+from r3lite.core.grant import Grant
 from r3lite.core.spans import Stopwatch
 from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
@@ -21,16 +24,15 @@ from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, has_variance, refill
-from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """An episode that shares its first steps with another one of its round."""
+    """An episode that shares its first steps with another one of its round, its origin."""
 
-    source: int  # index of that other episode
+    origin: int  # index of the other episode
     steps: int  # number of steps that they share
 
 
@@ -38,19 +40,19 @@ class Expansion:
 class Round:
     """The episodes of a round, in lists of one length.
 
-    Expanded episodes and those of a refill come after the others.
+    Expanded episodes and those of a refill stand behind the episodes that were drawn first.
     """
 
     sequences: list[Sequence]
     scored: list[Scored | None]  # rewards; None: the reward is missing
     groups: list[int]  # the episodes of one question have the same
     expanded: dict[int, Expansion] = field(default_factory=dict)  # by the index of the expanded episode
-    kept: set[int] | None = None  # groups that are learned from; None: all
+    learned_groups: set[int] | None = None  # groups that are learned from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # of the stages that made the round
     off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not sampled here
 
     def extended(self, new: "Round") -> "Round":
-        """The round with the episodes of another one after its own."""
+        """Returns the round with the episodes of another one after its own."""
         return replace(
             self,
             sequences=[*self.sequences, *new.sequences],
@@ -58,58 +60,116 @@ class Round:
             groups=[*self.groups, *new.groups],
         )
 
+    def with_metrics(self, metrics: dict[str, float]) -> "Round":
+        """Returns the round with further metrics of the stages that made it."""
+        return replace(self, extra_metrics=self.extra_metrics | metrics)
+
     @property
     def token_count(self) -> int:
-        """Tokens of all episodes, given ones included."""
+        """The number of tokens of all episodes, of prompts and documents too."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     def rewards(self) -> Rewards:
-        """What tells the episodes of each group apart (Scored.signal), in the order of the groups' numbers."""
-        of_group: dict[int, list[float | None]] = {}
+        """Returns what tells the episodes of each group apart (Scored.signal), in the order of the groups' numbers."""
+        signals: dict[int, list[float | None]] = {}
         for group, scored in zip(self.groups, self.scored, strict=True):
-            of_group.setdefault(group, []).append(None if scored is None else scored.signal)
-        return [of_group[group] for group in sorted(of_group)]
+            signal = None if scored is None else scored.signal
+            signals.setdefault(group, []).append(signal)
+        return [signals[group] for group in sorted(signals)]
 
     def metrics(self) -> dict[str, float | None]:
-        """Means over the episodes without the expanded ones, which were chosen by their rewards."""
-        whole = [i for i in range(len(self.sequences)) if i not in self.expanded]
-        sequences, scored = [self.sequences[i] for i in whole], [self.scored[i] for i in whole]
-        turns = []  # the sampled tokens of each episode, turn by turn: observations stand between turns
-        for s in sequences:
-            runs = groupby(zip(s.tokens, s.action_mask, strict=True), key=lambda pair: pair[1])
-            turns.append([[token for token, _ in run] for is_action, run in runs if is_action])
-        episodes, logprobs = [s.episode() for s in sequences], [s.logprobs for s in sequences]
-        mixed = mixed_groups(scored, [self.groups[i] for i in whole])
-        return round_metrics(episodes, scored, turns, logprobs) | mixed | self.extra_metrics
+        """Returns means over the episodes without the expanded ones, which were selected by their rewards."""
+        drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
+        sequences = [self.sequences[i] for i in drawn]
+        scored = [self.scored[i] for i in drawn]
+        groups = [self.groups[i] for i in drawn]
+        metrics = round_metrics(
+            [sequence.episode() for sequence in sequences],
+            scored,
+            turns=[sampled_turns(sequence) for sequence in sequences],
+            logprobs=[sequence.logprobs for sequence in sequences],
+        )
+        return metrics | mixed_groups(scored, groups) | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
-        """The lines of episodes.jsonl."""
-        learned = None if self.kept is None else [group in self.kept for group in self.groups]
-        records = episode_records(number, [s.episode() for s in self.sequences], self.scored, learned)
-        for i, origin in self.expanded.items():
-            records[i]["expanded"] = {"from": origin.source, "steps": origin.steps}
+        """Returns the lines of episodes.jsonl."""
+        episodes = [sequence.episode() for sequence in self.sequences]
+        learned = None
+        if self.learned_groups is not None:
+            learned = [group in self.learned_groups for group in self.groups]
+        records = episode_records(number, episodes, self.scored, learned=learned)
+        for i, expansion in self.expanded.items():
+            records[i]["expanded"] = {"from": expansion.origin, "steps": expansion.steps}
         return records
 
     @property
     def questions(self) -> dict[int, str]:
         """The id of each group's question."""
-        return {group: s.question.id for s, group in zip(self.sequences, self.groups, strict=True)}
+        ids = [sequence.question.id for sequence in self.sequences]
+        return dict(zip(self.groups, ids, strict=True))
 
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """The episodes to learn from as numbers, the off-policy ones behind all others.
+        """Returns the episodes to learn from as numbers, the off-policy ones behind all others.
 
         Those without a reward are left out: a missing reward is not 0. `failed_below`: see Scored.failed.
         """
         rollouts = []
-        for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
-            if scored is not None and (self.kept is None or group in self.kept):
-                # The steps before an end that was sampled again are given, and pay nothing.
-                rewards = [(end, reward) for end, reward in zip(s.step_ends, scored.steps) if s.action_mask[end]]
-                cut_off = s.finish == CUT_OFF
-                rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
-                rollouts.append(replace(rollout, failed=scored.failed(failed_below), signal=scored.signal))
+        for sequence, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
+            is_learned = self.learned_groups is None or group in self.learned_groups
+            if scored is not None and is_learned:
+                rollout = to_rollout(sequence, scored, group=group, failed_below=failed_below)
+                rollouts.append(rollout)
         groups = {rollout.group for rollout in rollouts}
         return rollouts + [rollout for rollout in self.off_policy if rollout.group in groups]
+
+
+def sampled_turns(sequence: Sequence) -> list[list[int]]:
+    """Returns the sampled tokens of an episode, turn by turn: observations stand between turns."""
+    turns = []
+    pairs = zip(sequence.tokens, sequence.action_mask, strict=True)
+    for is_action, run in groupby(pairs, key=lambda pair: pair[1]):
+        if is_action:
+            turns.append([token for token, _ in run])
+    return turns
+
+
+def to_rollout(sequence: Sequence, scored: Scored, group: int, failed_below: float | None) -> Rollout:
+    """Returns an episode with its rewards as numbers."""
+    # The steps before an end that was sampled again are not sampled here, and pay nothing.
+    step_rewards = zip(sequence.step_ends, scored.steps)
+    rewards = [(end, reward) for end, reward in step_rewards if sequence.action_mask[end]]
+    return Rollout(
+        record=sequence,
+        rewards=rewards,
+        group=group,
+        cut_off=sequence.finish == CUT_OFF,
+        failed=scored.failed(failed_below),
+        signal=scored.signal,
+    )
+
+
+class RolloutEngine(Protocol):
+    """Samples the episodes of rounds.
+
+    It is a `rollout.engine.Engine` on this machine, or a `rollout.remote.RemoteEngine` on others.
+    """
+
+    grant: Grant
+
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Prepares for the episodes of a round, which are sampled with the weights that the policy now has."""
+
+    def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples one episode per question, each from the random stream of its own seed."""
+
+    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps)."""
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Ends a round, before it is learned from; returns metrics of its sampling."""
+
+    def close(self) -> None:
+        """Ends everything that is under way."""
 
 
 @dataclass
@@ -118,122 +178,193 @@ class RoundSampler:
 
     config: PpoConfig
     questions: list[Question]  # in the order of their sources, if there are several
-    engine: Engine
+    engine: RolloutEngine
     retrieve: Retrieve
     judge: Judge | None
     guidance: Guidance | None = None  # of algorithms with off-policy episodes
     cache: QueryCache | None = None
     ranks: Ranks = ALONE
+    add_values: Callable[[list[Sequence]], None] | None = None  # of the critic, to episodes sampled where it is not
 
     def __post_init__(self):
         seed = self.config.common.seed
         mixture = build_mixture(self.config.mixture, self.questions, f"{seed}/rl")
-        self.order = QuestionOrder(self.questions, self.config.rl.num_generations, seed, mixture)
+        self.order = QuestionOrder(
+            self.questions,
+            generations=self.config.rl.num_generations,
+            seed=seed,
+            mixture=mixture,
+        )
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
-        """Round 1, 2, ...; `watch` times its stages."""
+        """Samples and scores round `number`, from 1; `watch` times its stages."""
+        self.engine.begin_round(number, self.retrieve)
+        sampled = self.sample_round(number, watch)
+        if self.add_values:
+            with watch.stage("values"):
+                self.add_values(sampled.sequences)
+        metrics = self.engine.end_round(number, self.retrieve)
+        return sampled.with_metrics(metrics)
+
+    def sample_round(self, number: int, watch: Stopwatch) -> Round:
+        """Samples and scores a round with the weights that the engine has."""
         rl = self.config.rl
         questions, seeds = self.order.of_round(number, rl.batch_size)
-        replayed = self.guidance.replayed(number) if self.guidance else []
+        replayed: list[str] = []
         if self.guidance:
+            replayed = self.guidance.replayed(number)
             questions = self.guidance.with_replayed(questions, replayed)
         with watch.stage("rollout"):
-            sequences = sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
+            sequences = self.sample_episodes(self.engine.run, questions, seeds)
         with watch.stage("score"):
-            made = self.scored(number, sequences, [i // rl.num_generations for i in range(len(sequences))])
-            made = replace(made, extra_metrics=changing_weights(self.config.reward, number))
+            groups = [i // rl.num_generations for i in range(len(sequences))]
+            sampled = self.scored(number, sequences, groups)
+            sampled = sampled.with_metrics(changing_weights(self.config.reward, number))
         if self.guidance:
-            ids = [question.id for question in questions[:: rl.num_generations]]
             with watch.stage("guide"):
-                rewarded = zip(made.rollouts(), [scored for scored in made.scored if scored is not None], strict=True)
-                joined, metrics = self.guidance.join(number, ids, rewarded, replayed)
-            made = replace(made, off_policy=joined, extra_metrics=made.extra_metrics | metrics)
+                sampled = self._guided(number, sampled, questions=questions, replayed=replayed)
         if rl.expand_limit:
             with watch.stage("expand"):
-                made = self._expanded(number, made)
+                sampled = self._expanded(number, sampled)
         if rl.refill_limit:
             with watch.stage("refill"):
-                made = self._refilled(number, made)
+                sampled = self._refilled(number, sampled)
         if self.cache:
-            made = replace(made, extra_metrics=made.extra_metrics | self.cache.metrics())
-        return made
+            sampled = sampled.with_metrics(self.cache.metrics())
+        return sampled
+
+    def sample_episodes(self, run: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
+        """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part; see `sample`."""
+        return sample(
+            self.engine,
+            self.ranks,
+            run=run,
+            starts=starts,
+            seeds=seeds,
+            retrieve=self.retrieve,
+        )
 
     def scored(self, number: int, sequences: list[Sequence], groups: list[int]) -> Round:
-        """Episodes with their rewards by the weights of round `number`."""
+        """Returns the episodes with their rewards by the weights of round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        return Round(sequences, self.ranks.shared(lambda: score_all(episodes, settings, self.judge)), groups)
+        scored = self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
+        return Round(sequences, scored, groups)
 
-    def _expanded(self, number: int, first: Round) -> Round:
-        """The round with another end for some episodes that failed halfway: grounded expansion (arXiv 2601.21699)."""
-        chosen = near_misses(first)[: self.config.rl.expand_limit]
-        starts = [(first.sequences[origin.source], origin.steps) for origin in chosen]
-        seeds = [f"{self.config.common.seed}/expand {number}/{origin.source}" for origin in chosen]
-        sequences = sample(self.engine, self.ranks, self.engine.continue_from, starts, seeds, self.retrieve)
-        new = self.scored(number, sequences, [first.groups[origin.source] for origin in chosen])
-        extended = first.extended(new)
-        shared = sum(sum(s.action_mask[: s.step_ends[steps - 1] + 1]) for s, steps in starts)
+    def _guided(self, number: int, sampled: Round, questions: list[Question], replayed: list[str]) -> Round:
+        """Returns the round with the off-policy episodes of its groups."""
+        group_questions = [question.id for question in questions[:: self.config.rl.num_generations]]
+        rewards = [scored for scored in sampled.scored if scored is not None]
+        rewarded = zip(sampled.rollouts(), rewards, strict=True)
+        off_policy, metrics = self.guidance.join(
+            number,
+            group_questions,
+            rewarded=rewarded,
+            replayed=replayed,
+        )
+        return replace(sampled, off_policy=off_policy).with_metrics(metrics)
+
+    def _expanded(self, number: int, sampled: Round) -> Round:
+        """Returns the round with another end for some episodes that failed halfway.
+
+        This is grounded expansion (arXiv 2601.21699).
+        """
+        expansions = near_misses(sampled)[: self.config.rl.expand_limit]
+        starts = []
+        seeds = []
+        groups = []
+        for expansion in expansions:
+            origin = expansion.origin
+            starts.append((sampled.sequences[origin], expansion.steps))
+            seeds.append(f"{self.config.common.seed}/expand {number}/{origin}")
+            groups.append(sampled.groups[origin])
+        sequences = self.sample_episodes(self.engine.continue_from, starts, seeds)
+        new = self.scored(number, sequences, groups)
+        extended = sampled.extended(new)
+        shared_tokens = 0
+        for sequence, steps in starts:
+            last_end = sequence.step_ends[steps - 1]
+            shared_tokens += sum(sequence.action_mask[: last_end + 1])
+        action_tokens = sum(sum(sequence.action_mask) for sequence in sequences)
         metrics = {
             "expand/episodes": len(sequences),
             "expand/solved": sum(scored is not None and scored.right for scored in new.scored),
-            "expand/shared_tokens": shared,  # action tokens that were not sampled again
-            "expand/new_tokens": sum(sum(s.action_mask) for s in sequences) - shared,
-            "expand/zero_std_before": _without_variance(first.rewards()),
+            "expand/shared_tokens": shared_tokens,  # action tokens that were not sampled again
+            "expand/new_tokens": action_tokens - shared_tokens,
+            "expand/zero_std_before": _without_variance(sampled.rewards()),
             "expand/zero_std_after": _without_variance(extended.rewards()),
         }
-        expanded = {len(first.sequences) + i: origin for i, origin in enumerate(chosen)}
-        return replace(extended, expanded=expanded, extra_metrics=first.extra_metrics | metrics)
+        first_index = len(sampled.sequences)
+        expanded = {first_index + i: expansion for i, expansion in enumerate(expansions)}
+        return replace(extended, expanded=expanded).with_metrics(metrics)
 
-    def _refilled(self, number: int, made: Round) -> Round:
-        """The round with further groups in place of those without variance."""
-        rl, used = self.config.rl, {s.question.id for s in made.sequences}
+    def _refilled(self, number: int, sampled: Round) -> Round:
+        """Returns the round with further groups in place of those without variance."""
+        rl = self.config.rl
+        used = {sequence.question.id for sequence in sampled.sequences}
 
-        def more(attempt: int, count: int) -> Rewards:
-            nonlocal made
-            drawn = self.order.of_refill(number, attempt, count, used)
-            sequences = sample(self.engine, self.ranks, self.engine.run, *drawn, self.retrieve)
-            used.update(s.question.id for s in sequences)
-            next_group = max(made.groups) + 1
+        def sample_groups(attempt: int, count: int) -> Rewards:
+            nonlocal sampled
+            questions, seeds = self.order.of_refill(number, attempt, size=count, used=used)
+            sequences = self.sample_episodes(self.engine.run, questions, seeds)
+            used.update(sequence.question.id for sequence in sequences)
+            next_group = max(sampled.groups) + 1
             groups = [next_group + i // rl.num_generations for i in range(len(sequences))]
             new = self.scored(number, sequences, groups)
-            made = made.extended(new)
+            sampled = sampled.extended(new)
             return new.rewards()
 
-        kept, metrics = refill(made.rewards(), more, rl.refill_limit)
-        return replace(made, kept=kept, extra_metrics=made.extra_metrics | metrics)
+        learned_groups, metrics = refill(sampled.rewards(), sample_groups, rl.refill_limit)
+        return replace(sampled, learned_groups=learned_groups).with_metrics(metrics)
 
 
 def sample(
-    engine: Engine, ranks: Ranks, run: Callable, starts: list, seeds: list[str], retrieve: Retrieve
+    engine: RolloutEngine,
+    ranks: Ranks,
+    run: Callable,
+    starts: list,
+    seeds: list[str],
+    retrieve: Retrieve,
 ) -> list[Sequence]:
-    """`run(starts, seeds, retrieve)` of an engine, `run` or `continue_from`: each rank samples a part and gets all."""
+    """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part and gets all.
+
+    `run` is a method of the engine: `run`, `continue_from` or `end_again`.
+    """
     if not seeds:
         return []
-    share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
-    mine = engine.grant.attempt("sample", run, starts[share], seeds[share], retrieve)
-    return [sequence for part in ranks.gather(mine) for sequence in part]
+    first = len(seeds) * ranks.rank // ranks.size
+    stop = len(seeds) * (ranks.rank + 1) // ranks.size
+    rank_starts = starts[first:stop]
+    rank_seeds = seeds[first:stop]
+    sampled = engine.grant.attempt("sample", run, rank_starts, rank_seeds, retrieve)
+    return [sequence for sequences in ranks.gather(sampled) for sequence in sequences]
 
 
-def near_misses(made: Round) -> list[Expansion]:
-    """The episodes of a round to sample another end for, best first, each from its last step that found something new.
+def near_misses(sampled: Round) -> list[Expansion]:
+    """Returns the episodes of a round to sample another end for, best first, each from its last useful step.
 
-    They failed although they retrieved a gold paragraph. Groups without variance come first. Within these and within
-    the others, first the episode of each group that found most gold paragraphs, then the second of each, and so on.
+    A step is useful if it retrieved a new gold paragraph. The episodes have one and failed all the same. Groups without
+    variance come first. Within these and within the groups with variance, first the episode of each group that
+    retrieved most gold paragraphs, then the second of each, and so on.
     """
-    candidates, varied = [], {i: has_variance(rewards) for i, rewards in enumerate(made.rewards())}
-    for i, (sequence, scored) in enumerate(zip(made.sequences, made.scored, strict=True)):
-        news = sequence.episode().new_gold()
-        useful = [k for k, new in enumerate(news, 1) if new]
-        if useful and scored is not None and not scored.right:
-            candidates.append((made.groups[i], -sum(map(len, news)), i, useful[-1]))
-    rank_in_group: dict[int, int] = {}
+    has_varied_rewards = [has_variance(rewards) for rewards in sampled.rewards()]
+    candidates = []
+    for i, scored in enumerate(sampled.scored):
+        sequence = sampled.sequences[i]
+        new_gold = sequence.episode().new_gold()  # of each step
+        useful_steps = [step for step, paragraphs in enumerate(new_gold, 1) if paragraphs]
+        if useful_steps and scored is not None and not scored.right:
+            gold_count = sum(map(len, new_gold))
+            candidates.append((sampled.groups[i], -gold_count, i, useful_steps[-1]))
+    episodes_of_group: Counter[int] = Counter()  # so far
     order = []
-    for group, _, i, steps in sorted(candidates):
-        order.append((varied[group], rank_in_group.setdefault(group, 0), i, steps))
-        rank_in_group[group] += 1
-    return [Expansion(i, steps) for *_, i, steps in sorted(order)]
+    for group, _, origin, steps in sorted(candidates):
+        rank_in_group = episodes_of_group[group]
+        episodes_of_group[group] += 1
+        order.append((has_varied_rewards[group], rank_in_group, origin, steps))
+    return [Expansion(origin, steps) for _, _, origin, steps in sorted(order)]
 
 
 def _without_variance(rewards: Rewards) -> float:
-    """Share of the groups whose rewards are all equal."""
+    """Returns the share of the groups whose rewards are all equal."""
     return sum(not has_variance(group) for group in rewards) / len(rewards)

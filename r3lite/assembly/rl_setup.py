@@ -16,9 +16,9 @@ from tqdm import tqdm
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
-from r3lite.core import command
 from r3lite.core.episode import Question
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.devices.ranks import ALONE, Ranks
@@ -47,79 +47,130 @@ MORE_MIXED = "Raise --num-generations or --temperature, pass --refill-limit, or 
 FEW_MIXED = 0.1  # share of the groups: with fewer that mix right and wrong answers a run learns little from answers
 
 
-def build(
+def build_learning(
     config: PpoConfig,
     questions: list[Question],
     held_out: Sequence[Question] = (),
     traces: Sequence[Trajectory] = (),
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
     ranks: Ranks = ALONE,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
-    """The engine that samples, the learner, and the state that checkpoints hold, with `parts` in it.
+    """Returns the engine that samples, the learner, and the state that checkpoints hold, with `parts` in it.
 
     Engine and learner share one model, with the policy's adapter and the reference's. `held_out` (the questions of
     validations) and `traces` (a teacher's) are part of the data's fingerprint.
     """
-    rl, temperature = config.rl, config.sampling.temperature
+    rl = config.rl
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     warn_of_start(result_of_run(config.model.model, config.model.adapter))
     warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
-    plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
+    plan = plan_memory(config, shared=shared_by_prompts(questions, layouts), questions=len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
-    usual = command.usual("ppo", config).lora
-    critic_rate = rl.value_learning_rate if algorithm.has_critic else None
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.has_reference, critic_rate, ranks)
-    policy = load_policy(folder, config.model, config.memory, plan, training)
+    training = Training(
+        fresh=config.lora,
+        optimizer=config.optimizer,
+        seed=config.common.seed,
+        set_by_user=config.set_by_user,
+        keep_reference=rl.has_reference,
+        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
+        ranks=ranks,
+    )
+    policy = load_policy(folder, config.model, memory=config.memory, plan=plan, training=training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
-    known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
-    read = zlib.crc32(repr([*known, *traces]).encode())
-    data = f"{teacher.identity(rl)}{read:08x}"
-    facts = {"algorithm": rl.algorithm, "questions": len(questions)}
-    adapted = {"kl": algorithm.kl} if rl.kl_target else {}
+    controllers: dict[str, Stateful] = {}
+    if rl.kl_target:
+        controllers["kl"] = algorithm.kl
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
-        adapted["kl_budget"] = budget
-    inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols))
-    state = policy.train_state(config.optimizer, config.model.model, data, inputs, facts, **adapted, **parts)
-    model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
-    layout = next(iter(layouts.values()))
-    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
-    adapter, vocabulary = policy.reference, tokenizer.size
+        controllers["kl_budget"] = budget
+    inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols=protocols))
+    state = policy.train_state(
+        config.optimizer,
+        config.model.model,
+        data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),
+        inputs=inputs,
+        facts={"algorithm": rl.algorithm, "questions": len(questions)},
+        **controllers,
+        **parts,
+    )
+    engine = Engine(
+        policy.model,
+        layout=next(iter(layouts.values())),
+        sampler=Sampler(config.sampling.temperature),
+        grant=policy.grant,
+        value_head=policy.critic,
+        autocast=policy.precision.autocast,
+        spans=spans,
+        layouts=layouts,
+    )
     learner = Learner(
-        model, vocabulary, temperature, rl, algorithm, adapter, precision, state.update, grant, critic, ranks,
+        policy.model,
+        vocabulary=tokenizer.size,
+        temperature=config.sampling.temperature,
+        settings=rl,
+        algorithm=algorithm,
+        reference=policy.reference,
+        precision=policy.precision,
+        optimizer_step=state.update,
+        grant=policy.grant,
+        value_head=policy.critic,
+        ranks=ranks,
         budget=budget,
-    )  # fmt: skip
+    )
     return engine, learner, state
 
 
+def data_fingerprint(
+    questions: Sequence[Question],
+    held_out: Sequence[Question],
+    traces: Sequence[Trajectory],
+) -> str:
+    """Returns a checksum of the data that a run reads, in hexadecimal digits."""
+    texts = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
+    checksum = zlib.crc32(repr([*texts, *traces]).encode())
+    return f"{checksum:08x}"
+
+
 def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget | None:
-    """The budget of --kl-budget for a run of this many rounds."""
+    """Returns the budget of --kl-budget for a run of this many rounds; None without it."""
     if config.rl.kl_budget is None:
         return None
-    s = config.optimizer
-    shape = s.warmup, s.min_learning_rate, s.learning_rate_schedule
-    rates = [optim.rate(number, rounds, *shape) for number in range(1, rounds + 1)]
-    return KlBudget(config.rl.kl_budget, rates, policy.optimizer, policy.precision)
+    optimizer = config.optimizer
+    rates = []
+    for number in range(1, rounds + 1):
+        rate = optim.rate(
+            number,
+            rounds,
+            warmup=optimizer.warmup,
+            floor=optimizer.min_learning_rate,
+            schedule=optimizer.learning_rate_schedule,
+        )
+        rates.append(rate)
+    return KlBudget(config.rl.kl_budget, rates, policy.optimizer, precision=policy.precision)
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """The length of the common prefix of all prompts in tokens: that of the first and the last in alphabetical order.
+    """Returns the length in tokens of the common prefix of all prompts, which the first and the last in alphabetical
+    order have.
 
     Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer: with several
     sources all of them, as they may be conversations of any length, else those of two questions.
     """
     if not any(question.source for question in questions):
-        questions = [best(questions, key=lambda question: question.text) for best in (min, max)]
+        first_question = min(questions, key=lambda question: question.text)
+        last_question = max(questions, key=lambda question: question.text)
+        questions = [first_question, last_question]
     first = last = None
     for question in questions:
         layout = layouts[question.source]
         prompt = layout.prompt(question.text, question.earlier)
         layout.check_room(question, prompt)
-        first, last = min(first or prompt, prompt), max(last or prompt, prompt)
+        first = prompt if first is None else min(first, prompt)
+        last = prompt if last is None else max(last, prompt)
     return common_prefix(first, last)
 
 
@@ -129,101 +180,132 @@ def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], 
     The episodes are made up. They have the largest length, the common prefix of all prompts, and as many action tokens
     as an episode may have.
     """
-    work, most = learner.grant.plan.workload, learner.vocabulary - 1
-    apart, sampled = work.row_tokens - work.shared, int(work.writes)
-    mask = [False] * (work.row_tokens - sampled) + [True] * sampled
-    rows = [[0] * work.shared + [1 + i % most] * apart for i in range(work.step_rows)]
-    longest = [Rollout.with_final_reward(row, mask, None, 0.0, 0) for row in rows]
-    together = chain.from_iterable(learner.ranks.gather(learner.micro_batches(Batch.of(longest))[:1]))
-    rollouts = [longest[row] for row in sorted(chain.from_iterable(together))]
+    longest = _longest_rollouts(learner)
+    first_of_rank = learner.micro_batches(Batch.of(longest))[:1]
+    first_of_ranks = chain.from_iterable(learner.ranks.gather(first_of_rank))
+    rollouts = [longest[row] for row in sorted(chain.from_iterable(first_of_ranks))]
     if teach:  # it scores failed episodes, which have another loss
         rollouts += [replace(rollout, failed=True) for rollout in rollouts]
-    settings = replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts))
-    own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False), "budget": None}
+    rehearsing = replace(
+        learner,
+        settings=replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts)),
+        algorithm=copy.deepcopy(learner.algorithm),
+        optimizer_step=lambda: (0.0, False),
+        budget=None,
+    )
     with learner.grant.rehearsal():
         batch = teach(rollouts, {}) if teach else Batch.of(rollouts)
-        replace(learner, settings=settings, **own).learn(batch, "rehearsal")
+        rehearsing.learn(batch, "rehearsal")
+
+
+def _longest_rollouts(learner: Learner) -> list[Rollout]:
+    """Returns the longest episodes that a round may have, of made-up tokens that differ after their common prefix."""
+    workload = learner.grant.plan.workload
+    action_tokens = int(workload.writes)
+    action_mask = [False] * (workload.row_tokens - action_tokens) + [True] * action_tokens
+    different_tokens = workload.row_tokens - workload.shared
+    rollouts = []
+    for i in range(workload.step_rows):
+        token = 1 + i % (learner.vocabulary - 1)
+        tokens = [0] * workload.shared + [token] * different_tokens
+        record = TokenRecord(tokens=tokens, action_mask=action_mask)
+        rollouts.append(Rollout.with_final_reward(record, reward=0.0, group=0))
+    return rollouts
 
 
 def warn_of_start(adapter: str | None) -> None:
     """Warns if the model to start from has not or hardly been trained on the step format: RL then tends to collapse."""
     if adapter is None:
         message = "without --adapter, RL starts from a model that is not trained on the step format"
-    elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
-        message = f"{adapter} had only {epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
-    else:
+        print(f"warning: {message}", file=sys.stderr)
         return
-    print(f"warning: {message}", file=sys.stderr)
+    epochs = sft_epochs(adapter)
+    if epochs is not None and epochs < 1:
+        message = f"{adapter} had only {epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
     """Warns if the rewards of the first rounds give nothing to learn from, or hardly anything."""
-    if message := no_reward(config, rounds, "the first ") or few_mixed(config, rounds):
+    message = no_reward(config, rounds, "the first ") or few_mixed(config, rounds)
+    if message:
         tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
 
 
 def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
-    """The last line of a run: "done", or why its rewards gave nothing to learn from, by the records of all rounds."""
-    message = no_reward(config, [watched(record) for record in records if "reward" in record], "all ")
+    """Returns the last line of a run, by the records of all rounds: "done", or why there was nothing to learn from."""
+    rounds = [watched(record) for record in records if "reward" in record]
+    message = no_reward(config, rounds, "all ")
     if not message:
         return "done"
     return f"the rewards gave no training signal: {message}\nadapter, which has learned nothing from its answers"
 
 
 def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
-    """Why the rewards of rounds give nothing to learn from, or ""; `which` is "all " or "the first "."""
-    seen = rounds_in_words(rounds, which)
+    """Returns why the rewards of rounds give nothing to learn from, or ""; `which` is "all " or "the first "."""
     if not rounds:
         return ""
-    if highest_outcome(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
+    period = rounds_in_words(rounds, which)
+    pays_answers = highest_outcome(config.reward) > 0
+    if pays_answers and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
-            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
+            f"no answer in {period} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
             "run SFT first, or pass the adapter's --format and prompts. Cut off: raise --max-new-tokens or "
             "--max-length. Wrong answers: check whether the retriever finds them"
         )
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
-        what = "answers" if highest_outcome(config.reward) else "episodes"
+        rewarded = "answers" if pays_answers else "episodes"
         return (
-            f"in {seen} the {what} of each group are all rewarded alike, so {config.rl.algorithm} learns nothing from "
-            f"them. {MORE_MIXED}"
+            f"in {period} the {rewarded} of each group are all rewarded alike, so {config.rl.algorithm} learns nothing "
+            f"from them. {MORE_MIXED}"
         )
     return ""
 
 
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
-    """That hardly any group of the first rounds mixes right and wrong answers, or ""."""
+    """Returns a message that hardly any group of the first rounds mixes right and wrong answers, or ""."""
+    if not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+        return ""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
-    if not shares or not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+    if not shares:
         return ""
     mean = statistics.fmean(shares)
     if mean >= FEW_MIXED:
         return ""
-    seen = rounds_in_words(rounds, "the first ")
-    return f"in {seen} only {mean:.0%} of the groups mix right and wrong answers. {MORE_MIXED}"
+    period = rounds_in_words(rounds, "the first ")
+    return f"in {period} only {mean:.0%} of the groups mix right and wrong answers. {MORE_MIXED}"
 
 
 def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
-    """Such as "the first 2 rounds"; `which` as in `no_reward`."""
-    return f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+    """Returns words such as "the first 2 rounds"; `which` as in `no_reward`."""
+    if len(rounds) == 1:
+        return "the first round"
+    return f"{which}{len(rounds)} rounds"
 
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
-    """The limits of episodes of these protocols: without a search among them there are no retrievals."""
+    """Returns the limits of episodes of these protocols: without a search among them there are no retrievals."""
     if any(protocol.searches for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
-    """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
-    return make_plan(round_workload(config, shared, questions), config.memory, config.sampling)
+    """Returns the memory plan of a round whose episodes all reach --max-length, and begin with `shared` equal
+    tokens."""
+    workload = round_workload(config, shared, questions)
+    return make_plan(workload, config.memory, config.sampling)
 
 
 def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Workload:
-    """The work of such a round, for the memory plan; `questions` are those of the run, if their number is known."""
+    """Returns the work of such a round; `questions` is the number of the run's questions, if it is known."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
-        config, shared, config.rounds(questions), critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.max_off_policy, replays=algorithm.has_replay,
-    )  # fmt: skip
+        config,
+        shared,
+        config.rounds(questions),
+        critic=algorithm.has_critic,
+        off_policy=algorithm.max_off_policy,
+        replays=algorithm.has_replay,
+    )

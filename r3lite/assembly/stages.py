@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from r3lite.core import command
 from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import check_status
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.folder import read_predictions
@@ -75,7 +75,7 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
     """Runs one command and prints its arguments; returns the minutes that it took."""
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
-    command.check_status(commands[name].main(arguments), f"the stage {name} failed", "See its message above.")
+    check_status(commands[name].main(arguments), f"the stage {name} failed", "See its message above.")
     return (time.monotonic() - start) / 60
 
 
@@ -84,7 +84,9 @@ def output_of(config: QuickstartConfig) -> Path:
     them."""
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"--output {out} exists and is not an empty folder", "Pass a new folder.")
+        raise R3LiteError(
+            f"--output {out} exists and is not an empty folder", "Pass a new folder.", code="output-not-empty"
+        )
     return out
 
 

@@ -13,10 +13,9 @@ from tqdm import tqdm
 
 from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
-from r3lite.core import command
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.spans import build_spans, span
+from r3lite.core.spans import NO_SPANS, build_spans
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, Trajectory, fingerprint, lengths_of
@@ -51,7 +50,7 @@ class SFTTrainer:
         self.held_out = held_out
         self.total, self.last_row = config.length(len(rows))
         self.ranks = policy.ranks
-        self.spans = build_spans(config.tracking) if policy.ranks.first else None
+        self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         self.state = policy.train_state(
             settings=config.optimizer,
@@ -84,7 +83,7 @@ class SFTTrainer:
         )
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
-        with span(self.spans, "update", rows=len(rows)):
+        with self.spans.span("update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
             norm, _ = self.state.update()
@@ -93,7 +92,7 @@ class SFTTrainer:
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
-            with span(self.spans, "validate", rows=len(self.held_out)):
+            with self.spans.span("validate", rows=len(self.held_out)):
                 record |= self.validation_losses()
         return with_perplexity(record), count_tokens(rows)
 
@@ -117,7 +116,9 @@ class SFTTrainer:
         if self.policy.full and len(micro_batches) > 1:  # each pass changes the weights
             passes = len(micro_batches)
             cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
-            raise R3LiteError(cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.")
+            raise R3LiteError(
+                cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
+            )
         shares: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             self.last_micro_batch = micro_batch
@@ -138,14 +139,16 @@ class SFTTrainer:
             if not self.policy.precision.changed_weights:
                 raise  # it can be tried again
             remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
-            raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
+            raise R3LiteError(
+                f"memory ran out in the middle of an update ({error})", remedy, code="memory-mid-update"
+            ) from error
 
     def loss(self, rows: list[Row]) -> Tensor:
         """Returns the summed cross-entropy [] of the rows' trained tokens, in nats; hidden state t - 1 predicts
         token t."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad = None
             if self.policy.full and torch.is_grad_enabled():
                 head_grad = self.policy.full.head_gradient()[: self.vocabulary]
@@ -250,16 +253,20 @@ def build_trainer(
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
-        raise R3LiteError("--no-lora needs rows of one source per step", "Pass --batch-size 1, or remove --no-lora.")
+        raise R3LiteError(
+            "--no-lora needs rows of one source per step",
+            "Pass --batch-size 1, or remove --no-lora.",
+            code="no-lora-sources",
+        )
     encoded = encode_rows_of(rows, layouts)
     held_out = encode_fitting(validation, layouts)
     steps, _ = config.length(len(encoded))
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
         fresh=config.lora,
-        usual=command.usual("sft", config).lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
+        set_by_user=config.set_by_user,
         ranks=ranks,
     )
     policy = load_policy(

@@ -169,7 +169,7 @@ def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
     layout = Layout(Tokenizer.load(resolve_folder("tiny")), build_protocol(prompts), lengths)
     engine = Engine(model, layout, Sampler(1.0), Grant(Memory()), autocast=precision.autocast)
     found = engine.run(questions(8), list("abcdefgh"), lambda asked: [list(q.gold) for q, _ in asked])
-    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in found])
+    batch = Batch.of([Rollout(s, [], 0) for s in found])
     with torch.no_grad(), precision.autocast():
         trainers = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
     return batch.logprobs[batch.action_mask], trainers

@@ -15,6 +15,7 @@ from r3lite.assembly import supervised
 from r3lite.checks.finding import Finding, judged, largest, skipped
 from r3lite.checks.sample import CPU, questions, sentences, whole_card
 from r3lite.core import command
+from r3lite.core.exit_status import check_status
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
 from r3lite.core.invocation import resolve
@@ -57,7 +58,7 @@ def place(precision: Precision) -> Iterator[Path]:
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
-    command.check_status(sft([*flags, "--output", str(output)]), "the run failed")
+    check_status(sft([*flags, "--output", str(output)]), "the run failed")
     return metrics.read(output / metrics.FILE)
 
 
@@ -130,7 +131,7 @@ def _run(flags: list[str], steps: int = 2, left: int = 0) -> tuple[Plan, Memory]
     """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with.
 
     Its plan has no room for the `left` bytes that are on the card, too: only the limit that is enforced has."""
-    config = resolve("sft", SftConfig(), flags, command.COMMANDS)
+    config = resolve("sft", SftConfig(), flags)
     trainer = supervised.build_trainer(config, *read_data(config))
     plan, device = trainer.policy.grant.plan, trainer.policy.precision.device
     enforce(dataclasses.replace(plan, budget=plan.budget + left), device)

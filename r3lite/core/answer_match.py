@@ -34,7 +34,7 @@ VERDICTS = ("yes", "no", "noanswer")  # answers that share no credit with others
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a prediction is right, and how much of what is right it has; 0 to 1."""
+    """Precision (the share of a prediction that is right) and recall (the share of the answer that it has), 0 to 1."""
 
     precision: float
     recall: float
@@ -53,11 +53,12 @@ def normalize(text: str) -> str:
     Articles go last but one: taken out before the punctuation they would leave `"A" Team` with its article, and
     taken out after the spaces were collapsed they would leave double ones.
     """
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+    unpunctuated = text.lower().translate(PUNCTUATION)
+    return " ".join(ARTICLES.sub(" ", unpunctuated).split())
 
 
 def question_key(text: str) -> str:
-    """What questions that ask the same have in common: the normalized text, or the text if nothing is left of it.
+    """Returns a key that is equal for questions that ask the same: the normalized text, or the text if that is empty.
 
     It decides whether a question is in two sets of questions. Ids cannot: each file has its own.
     """
@@ -65,61 +66,71 @@ def question_key(text: str) -> str:
 
 
 def rule_of(question: Question) -> Rule:
-    """HotpotQA's rule for data sets whose gold paragraphs go by title (HotpotQA, 2Wiki), else MuSiQue's."""
+    """Returns HotpotQA's rule for data sets whose gold paragraphs go by title (HotpotQA, 2Wiki), else MuSiQue's."""
     return "hotpotqa" if question.gold_by == "title" else "musique"
 
 
 def exact_match(prediction: str, answers: Iterable[str]) -> float:
-    """1 if the prediction equals any of the answers after normalization, else 0."""
+    """Returns 1 if the prediction equals any of the answers after normalization, else 0."""
     predicted = normalize(prediction)
-    return float(any(predicted == normalize(a) for a in answers))
+    return float(any(predicted == normalize(answer) for answer in answers))
 
 
 def f1(prediction: str, answers: Iterable[str], rule: Rule = "musique") -> float:
-    """The best F1 of the prediction's words over the answers; see `overlap`."""
+    """Returns the best F1 of the prediction's words over the answers, 0 without an answer; see `overlap`."""
     return max((overlap(prediction, answer, rule).f1 for answer in answers), default=0.0)
 
 
 def overlap(prediction: str, answer: str, rule: Rule) -> Overlap:
-    """Precision and recall of the prediction's words, as often as each occurs.
+    """Returns precision and recall of the prediction's words, each counted as often as it occurs.
 
     `hotpotqa`: 0 if only one side is yes, no or noanswer. `musique`: no such rule, but where either side has no words
-    left, both are equality.
+    after normalization, both are equality.
     """
-    predicted, answer = normalize(prediction), normalize(answer)
-    if rule == "hotpotqa" and predicted != answer and (predicted in VERDICTS or answer in VERDICTS):
+    prediction = normalize(prediction)
+    answer = normalize(answer)
+    has_verdict = prediction in VERDICTS or answer in VERDICTS
+    if rule == "hotpotqa" and has_verdict and prediction != answer:
         return Overlap(0.0, 0.0)
-    ours, theirs = predicted.split(), answer.split()
-    if rule == "musique" and not (ours and theirs):
-        return Overlap(float(ours == theirs), float(ours == theirs))
-    shared = (Counter(ours) & Counter(theirs)).total()
-    return Overlap(shared / len(ours), shared / len(theirs)) if shared else Overlap(0.0, 0.0)
+    predicted_words = prediction.split()
+    answer_words = answer.split()
+    if rule == "musique" and not (predicted_words and answer_words):
+        equality = float(predicted_words == answer_words)
+        return Overlap(equality, equality)
+    shared = (Counter(predicted_words) & Counter(answer_words)).total()
+    if not shared:
+        return Overlap(0.0, 0.0)
+    return Overlap(shared / len(predicted_words), shared / len(answer_words))
 
 
 def best_overlap(prediction: str, answers: Sequence[str], rule: Rule) -> Overlap:
-    """The best precision and the best recall over the answers, each by itself, as 2WikiMultiHopQA's script has them."""
+    """Returns the best precision and the best recall, each over all answers, as 2WikiMultiHopQA's script does."""
     overlaps = [overlap(prediction, answer, rule) for answer in answers]
     return Overlap(max(o.precision for o in overlaps), max(o.recall for o in overlaps))
 
 
 def answer_scores(episode: Episode) -> tuple[float, float]:
-    """EM and F1 of an episode's final answer; both 0 if it gave none, even if a gold answer normalizes to nothing.
+    """Returns EM and F1 of an episode's final answer; both are 0 if it gave none.
 
-    The official scripts would call a blank answer right there; an episode without an answer is never right.
+    So they are even if a gold answer normalizes to nothing: the official scripts would call a blank answer right
+    there, but an episode without an answer is never right.
     """
-    prediction, answers = episode.prediction, episode.question.answers
+    prediction = episode.prediction
     if not prediction.strip():
         return 0.0, 0.0
+    answers = episode.question.answers
     return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))
 
 
 def is_right(question: Question, answer: str, min_f1: float) -> bool:
-    """Whether an answer is an exact match, or has at least this F1."""
-    return exact_match(answer, question.answers) == 1 or f1(answer, question.answers, rule_of(question)) >= min_f1
+    """Tells whether an answer is an exact match, or has at least this F1."""
+    if exact_match(answer, question.answers) == 1:
+        return True
+    return f1(answer, question.answers, rule_of(question)) >= min_f1
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text in lower case: runs of letters with their marks, digits and underscores.
+    """Returns the words of a text in lower case: runs of letters with their marks, digits and underscores.
 
     In scripts that put no spaces between words, each character is one. A letter with an accent is the same whether the
     accent is a character of its own or not.
@@ -127,52 +138,67 @@ def split_words(text: str) -> list[str]:
     if text.isascii():
         return re.findall(r"\w+", text.lower())
     folded = unicodedata.normalize("NFC", text).casefold()
-    return "".join(f" {c} " if UNSPACED.match(c) else c if _is_of_word(c) else " " for c in folded).split()
+    return "".join(map(_spaced, folded)).split()
 
 
-def _is_of_word(character: str) -> bool:
-    """Whether it is a letter, a digit, an underscore or a mark, as Hindi writes most vowels."""
-    return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")
+def _spaced(character: str) -> str:
+    """Returns a character with the spaces that set it apart: none in a word, both for a word of its own."""
+    if UNSPACED.match(character):
+        return f" {character} "
+    if character.isalnum() or character == "_":
+        return character
+    if unicodedata.category(character).startswith("M"):  # a mark, as Hindi writes most vowels
+        return character
+    return " "
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text in lower case, without articles; hyphens and dashes divide words, unlike in `normalize`."""
+    """Returns the words of a text in lower case, without articles.
+
+    Hyphens and dashes divide words, unlike in `normalize`.
+    """
     return tuple(word for word in split_words(text) if not ARTICLES.fullmatch(word))
 
 
 def in_a_row(wanted: Sequence[str], words: Sequence[str]) -> bool:
-    """Whether words stand among others, one after the other; no words do not."""
+    """Tells whether the `wanted` words stand among `words` one after the other; no words do not."""
     return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words)} "
 
 
 def stands_in(answer: str, text: str) -> bool:
-    """Whether a text has the words of an answer, one after the other."""
+    """Tells whether a text has the words of an answer, one after the other."""
     return in_a_row(words(answer), words(text))
 
 
 def rouge_l(prediction: str, reference: str) -> Overlap:
-    """The longest common subsequence of words, as shares of both texts (Lin 2004, W04-1013, equations 2 to 4, beta 1).
+    """Returns the longest common subsequence of words as shares of both texts.
 
-    Words are runs of a to z and 0 to 9: in other scripts nothing is alike. It equals the package rouge-score without
-    stemming.
+    These are equations 2 to 4 of Lin 2004 (W04-1013), with beta 1. Words are runs of a to z and 0 to 9: in other
+    scripts nothing is alike. It equals the package rouge-score without stemming.
     """
-    ours, theirs = (re.findall("[a-z0-9]+", text.lower()) for text in (prediction, reference))
-    if not ours or not theirs:
+    predicted_words = re.findall("[a-z0-9]+", prediction.lower())
+    reference_words = re.findall("[a-z0-9]+", reference.lower())
+    if not predicted_words or not reference_words:
         return Overlap(0.0, 0.0)
-    lengths = [0] * (len(theirs) + 1)  # of the longest one of our words so far with the first j of theirs
-    for word in ours:
-        before = lengths
+    # lengths[j]: of the longest subsequence that the predicted words so far share with the first j of the reference.
+    lengths = [0] * (len(reference_words) + 1)
+    for word in predicted_words:
+        previous = lengths
         lengths = [0]
-        for j, other in enumerate(theirs):
-            lengths.append(before[j] + 1 if word == other else max(before[j + 1], lengths[j]))
-    return Overlap(lengths[-1] / len(ours), lengths[-1] / len(theirs))
+        for j, reference_word in enumerate(reference_words):
+            if word == reference_word:
+                lengths.append(previous[j] + 1)
+            else:
+                lengths.append(max(previous[j + 1], lengths[j]))
+    return Overlap(lengths[-1] / len(predicted_words), lengths[-1] / len(reference_words))
 
 
 def combined_score(em: float, f1: float, recall: float, hops: int) -> float:
-    """0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times the hop weight: up to 1.84."""
-    return (0.8 * (0.6 * em + 0.3 * f1) + 0.2 * recall) * hop_weight(hops)
+    """Returns 0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times the hop weight: up to 1.84."""
+    answer_score = 0.6 * em + 0.3 * f1
+    return (0.8 * answer_score + 0.2 * recall) * hop_weight(hops)
 
 
 def hop_weight(hops: int) -> float:
-    """1 up to two hops, 1.5 at three, 2 from four on."""
+    """Returns the weight of a question by its hops: 1 up to two, 1.5 at three, 2 from four on."""
     return min(max(hops / 2, 1.0), 2.0)

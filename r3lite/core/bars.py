@@ -5,5 +5,7 @@ BRIEF = {"delay": 2, "leave": False, "disable": None}
 
 
 def named(progress: str | None, otherwise: str) -> dict:
-    """A bar with the name that the caller gave it, which stays; without one a brief bar, named `otherwise`."""
-    return {"desc": progress, "disable": None} if progress else {"desc": otherwise, **BRIEF}
+    """Returns a bar with the name that the caller gave it, which stays; without one a brief bar, named `otherwise`."""
+    if progress:
+        return {"desc": progress, "disable": None}
+    return {"desc": otherwise, **BRIEF}

@@ -34,15 +34,23 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         if self.low is not None and value < self.low:
-            raise UsageError(f"{name} is {value}; it must be at least {self.low}")
+            raise UsageError(f"{name} is {value}; it must be at least {self.low}", code="below-least")
         if self.above is not None and value <= self.above:
-            raise UsageError(f"{name} is {value}; it must be greater than {self.above}")
+            raise UsageError(f"{name} is {value}; it must be greater than {self.above}", code="not-above")
         if self.high is not None and value > self.high:
-            raise UsageError(f"{name} is {value}; it must be at most {self.high}")
+            raise UsageError(f"{name} is {value}; it must be at most {self.high}", code="beyond-most")
+
+
+class Origin(enum.Enum):
+    """Says where a setting stands that the user has set."""
+
+    FLAG = "on the command line"
+    TABLE = "in the command's table of the file --config"
+    SHARED = "at the top of the file --config, for all commands"
 
 
 class Trait(enum.Enum):
-    """What is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
+    """Names what is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
 
     FREE = "a resumed run may change it, as it changes no number"
     BARE = "it may stand on the command line without its flag"
@@ -89,6 +97,7 @@ class Section(Frozen):
 
     # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
+    needs: typing.ClassVar[tuple[Any, ...]] = ()  # what its settings need, without which they do nothing (needs.py)
 
     def check(self) -> None:
         """Raises UsageError if its settings contradict each other; called when all sources are read."""
@@ -96,13 +105,13 @@ class Section(Frozen):
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name."""
+    """Returns the string under each field of a dataclass, by field name."""
     docs = {}
     for base in reversed(cls.__mro__):
         if base is object or not dataclasses.is_dataclass(base):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for node, following in itertools.pairwise(body):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        for node, following in itertools.pairwise(tree.body[0].body):
             match node, following:
                 case ast.AnnAssign(), ast.Expr(ast.Constant(text)):
                     docs[node.target.id] = " ".join(text.split())
@@ -110,18 +119,22 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def sections(config: Any) -> dict[str, Any]:
-    """Section name -> section instance of a command's settings."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    """Returns the sections of a command's settings, by name."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if isinstance(value, Section)}
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Every setting of a command, by its name."""
-    return {f.name: getattr(s, f.name) for s in sections(config).values() for f in dataclasses.fields(s)}
+    """Returns every setting of a command, by its name."""
+    values = {}
+    for section in sections(config).values():
+        values |= vars(section)
+    return values
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field's annotation says: how to read it from text, how to check it, and its traits."""
+    """Holds what a field's annotation says: how to read the value from text, how to check it, and its traits."""
 
     scalar: type
     optional: bool = False
@@ -132,42 +145,63 @@ class Kind:
 
     @staticmethod
     def of(annotation: Any) -> "Kind":
-        if typing.get_origin(annotation) is Annotated:
-            inner, *said = typing.get_args(annotation)
-            kind = Kind.of(inner)
-            bounds = [x for x in said if isinstance(x, Bounds)]
-            traits = tuple(x for x in said if isinstance(x, (Trait, Required, Alias)))
-            return dataclasses.replace(kind, bounds=bounds[0] if bounds else kind.bounds, traits=kind.traits + traits)
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-            (inner,) = (a for a in typing.get_args(annotation) if a is not type(None))
+        origin = typing.get_origin(annotation)
+        arguments = typing.get_args(annotation)
+        if origin is Annotated:
+            return Kind._annotated(arguments[0], arguments[1:])
+        if origin in (typing.Union, types.UnionType):
+            (inner,) = (argument for argument in arguments if argument is not type(None))
             return dataclasses.replace(Kind.of(inner), optional=True)
-        if typing.get_origin(annotation) is Literal:
-            return Kind(str, choices=typing.get_args(annotation))
-        if typing.get_origin(annotation) is tuple:
-            inner, *others = typing.get_args(annotation)
-            return dataclasses.replace(Kind.of(inner), count=None if others == [...] else 1 + len(others))
+        if origin is Literal:
+            return Kind(str, choices=arguments)
+        if origin is tuple:
+            count = None if arguments[1:] == (...,) else len(arguments)
+            return dataclasses.replace(Kind.of(arguments[0]), count=count)
         return Kind(annotation)
 
+    @staticmethod
+    def _annotated(inner: Any, annotations: tuple) -> "Kind":
+        """Returns the kind of `inner` with the bounds and traits that its annotations add."""
+        kind = Kind.of(inner)
+        bounds = next((x for x in annotations if isinstance(x, Bounds)), kind.bounds)
+        traits = tuple(x for x in annotations if isinstance(x, (Trait, Required, Alias)))
+        return dataclasses.replace(kind, bounds=bounds, traits=kind.traits + traits)
+
     def convert(self, name: str, value: Any) -> Any:
-        """A value from text or TOML as the field's type; raises UsageError."""
-        if value is None or (self.optional and value in ("none", ["none"]) and "none" not in self.choices):
+        """Returns a value from text or TOML as the field's type; raises UsageError, which calls it `name`."""
+        if value is None:
+            return None
+        if self.optional and value in ("none", ["none"]) and "none" not in self.choices:
             return None
         if self.count != 1:
-            items = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
-            if not isinstance(items, (list, tuple)):
-                raise UsageError(f"{name} is {value!r}; it must be a list")
-            if len(items) != (self.count or len(items) or 1):
-                raise UsageError(f"{name} has {len(items)} values; it must have {self.count or 'at least one'}")
-            return tuple(dataclasses.replace(self, count=1).convert(name, v) for v in items)
+            return self._converted_list(name, value)
         if self.choices:
             if value not in self.choices:
-                known = ", ".join(self.choices) + nearest(str(value), self.choices)
-                raise UsageError(f"{name} is {value!r}; choose from {known}")
+                choices = ", ".join(self.choices) + nearest(str(value), self.choices)
+                raise UsageError(f"{name} is {value!r}; choose from {choices}", code="unknown-choice")
             return value
+        return self._converted_scalar(name, value)
+
+    def _converted_list(self, name: str, value: Any) -> tuple:
+        items = value
+        if isinstance(value, str):
+            items = [item.strip() for item in value.split(",") if item.strip()]
+        if not isinstance(items, (list, tuple)):
+            raise UsageError(f"{name} is {value!r}; it must be a list", code="not-a-list")
+        if self.count is None and not items:
+            raise UsageError(f"{name} has 0 values; it must have at least one", code="wrong-count")
+        if self.count is not None and len(items) != self.count:
+            raise UsageError(f"{name} has {len(items)} values; it must have {self.count}", code="wrong-count")
+        kind_of_item = dataclasses.replace(self, count=1)
+        return tuple(kind_of_item.convert(name, item) for item in items)
+
+    def _converted_scalar(self, name: str, value: Any) -> Any:
         try:
             if isinstance(value, bool) != (self.scalar is bool):
                 raise ValueError
-            if (self.scalar is str and not isinstance(value, str)) or (self.scalar is int and isinstance(value, float)):
+            if self.scalar is str and not isinstance(value, str):
+                raise ValueError
+            if self.scalar is int and isinstance(value, float):
                 raise ValueError
             value = self.scalar(value)
             if self.scalar is float and not math.isfinite(value):
@@ -175,7 +209,7 @@ class Kind:
         except (TypeError, ValueError, OverflowError):
             # A type of settings says in its docstring what its values must be.
             wanted = WANTED.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
-            raise UsageError(f"{name} is {value!r}; it must be {wanted}") from None
+            raise UsageError(f"{name} is {value!r}; it must be {wanted}", code="wrong-type") from None
         if self.bounds:
             self.bounds.check(name, value)
         return value
@@ -183,19 +217,23 @@ class Kind:
 
 @functools.cache
 def kinds_of(cls: type) -> dict[str, Kind]:
+    """Returns the kind of each setting of a section's class, by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: Kind.of(hints[f.name]) for f in dataclasses.fields(cls)}
+    return {field.name: Kind.of(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def settings_with(section: Section, trait: Trait) -> list[str]:
-    """Names of a section's settings that have a trait."""
+    """Returns the names of a section's settings that have a trait."""
     return [name for name, kind in kinds_of(type(section)).items() if trait in kind.traits]
 
 
 def check_required(config: Any) -> None:
     """Raises UsageError for a setting that must be given and is not."""
+    values = flat(config)
     for section in sections(config).values():
         for name, kind in kinds_of(type(section)).items():
-            for trait in (trait for trait in kind.traits if isinstance(trait, Required)):
-                if not any(flat(config).get(way) for way in (name, *trait.instead)):
-                    raise UsageError(f"{flag(name)} is missing: {trait.hint}")
+            for trait in kind.traits:
+                if not isinstance(trait, Required):
+                    continue
+                if not any(values.get(way) for way in (name, *trait.instead)):
+                    raise UsageError(f"{flag(name)} is missing: {trait.hint}", code="setting-missing")

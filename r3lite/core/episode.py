@@ -1,9 +1,9 @@
-"""The data that all rooms share: questions, documents, steps and episodes, with their JSON forms.
+"""The data that all layers share: questions, documents, steps and episodes, with their JSON forms.
 
 Knows no text format, no tokens and no model.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ SEARCHING = "searching"  # a query in a turn that may not search: of --learn ans
 
 @dataclass(frozen=True)
 class Document:
-    """A passage of a corpus or a paragraph that came with a question.
+    """Holds a passage of a corpus or a paragraph that came with a question.
 
     `score` and `source` are added by a retriever and belong to its answer, not to the passage: they are not written to
     files, and equality ignores them. `metadata` are further fields of the corpus, by which searches can be filtered.
@@ -33,25 +33,28 @@ class Document:
 
     def to_json(self) -> dict:
         record = {"id": self.id, "title": self.title, "text": self.text}
-        return record | ({"metadata": dict(self.metadata)} if self.metadata else {})
+        if self.metadata:
+            record["metadata"] = dict(self.metadata)
+        return record
 
     @staticmethod
     def from_json(record: Record) -> "Document":
-        title, text = record.text("title", blank=True), record.text("text", blank=True)
+        title = record.text("title", blank=True)
+        text = record.text("text", blank=True)
         return Document(record.identifier("id"), title, text, metadata=metadata_of(record))
 
 
 def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
-    """The strings, numbers and booleans of a record's `metadata`, sorted by name; other values are left out."""
+    """Returns the strings, numbers and booleans of a record's `metadata`, sorted by name, without other values."""
     fields = record.values.get("metadata")
     if not isinstance(fields, dict):
         return ()
-    return tuple((key, fields[key]) for key in sorted(fields) if isinstance(fields[key], (str, int, float)))
+    return tuple((key, value) for key, value in sorted(fields.items()) if isinstance(value, (str, int, float)))
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a gold decomposition."""
+    """Holds one step of a gold decomposition."""
 
     question: str  # or a name to look up; `#1` stands for the answer of the first hop, `#2` for that of the second
     answer: str
@@ -60,13 +63,13 @@ class Hop:
 
 
 def folded(text: str) -> str:
-    """The text without differences of case and white space."""
+    """Returns the text without differences of case and white space."""
     return " ".join(text.split()).casefold()
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with what its data set has about it."""
+    """Holds a question with what its data set has about it."""
 
     id: str
     text: str
@@ -84,52 +87,65 @@ class Question:
 
     @property
     def hop_count(self) -> int:
-        """Length of the decomposition, else the number of gold paragraphs, else 1."""
+        """Returns the length of the decomposition, else the number of gold paragraphs, else 1."""
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """The index of the gold paragraph that `document` is, whole or a part of it; None if it is none."""
+        """Returns the index of the gold paragraph that `document` is, whole or a part of it; None if it is none."""
         for i, gold in enumerate(self.gold):
-            if folded(gold.title) == folded(document.title):
-                shorter, longer = sorted((folded(gold.text), folded(document.text)), key=len)
-                is_part = shorter in longer if shorter else not longer
-                if self.gold_by == "title" or is_part:
-                    return i
+            if folded(gold.title) != folded(document.title):
+                continue
+            if self.gold_by == "title" or _is_part(gold.text, document.text):
+                return i
         return None
 
     def paragraph(self, document: Document) -> Hashable:
-        """A key that is equal for documents of the same paragraph: the index of a gold paragraph, however it was cut,
-        else the title or the id, as `gold_by` says."""
-        gold = self.gold_index(document)
-        name = document.title.casefold() if self.gold_by == "title" else document.id
-        return name if gold is None else gold
+        """Returns a key that is equal for documents of the same paragraph.
 
-    def gold_found(self, documents) -> set[int]:
-        """Indices of the gold paragraphs among `documents`."""
-        return {i for i in map(self.gold_index, documents) if i is not None}
+        It is the index of a gold paragraph, however that was cut, else the title or the id, as `gold_by` says.
+        """
+        gold_index = self.gold_index(document)
+        if gold_index is not None:
+            return gold_index
+        return document.title.casefold() if self.gold_by == "title" else document.id
+
+    def gold_found(self, documents: Iterable[Document]) -> set[int]:
+        """Returns the indices of the gold paragraphs among `documents`."""
+        return {index for index in map(self.gold_index, documents) if index is not None}
+
+
+def _is_part(text: str, other_text: str) -> bool:
+    """Tells whether one of two texts is a part of the other; a blank text is part of a blank one only."""
+    shorter, longer = sorted((folded(text), folded(other_text)), key=len)
+    if not shorter:
+        return not longer
+    return shorter in longer
 
 
 @dataclass(frozen=True)
 class Search:
-    """A query with the documents retrieved for it."""
+    """Holds a query with the documents retrieved for it."""
 
     query: str
     documents: tuple[Document, ...] = ()
     source: str = ""  # the kind of source to search, in formats that name one
 
     def to_json(self) -> dict:
-        record = {"query": self.query, "documents": [d.to_json() for d in self.documents]}
-        return record | ({"source": self.source} if self.source else {})
+        record = {"query": self.query, "documents": [document.to_json() for document in self.documents]}
+        if self.source:
+            record["source"] = self.source
+        return record
 
     @staticmethod
     def from_json(record: Record) -> "Search":
         documents = tuple(map(Document.from_json, record.records("documents", ())))
-        return Search(record.text("query", blank=True), documents, record.text("source", "", blank=True))
+        query = record.text("query", blank=True)
+        return Search(query, documents, source=record.text("source", "", blank=True))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: an analysis, then either searches (usually one) or the final answer."""
+    """Holds one step: an analysis, then either searches (usually one) or the final answer."""
 
     analysis: str = ""
     searches: tuple[Search, ...] = ()
@@ -139,8 +155,9 @@ class Step:
 
     @staticmethod
     def asking(analysis: str, query: str, documents: Sequence[Document] = (), faults: tuple[str, ...] = ()) -> "Step":
-        """A step with one search."""
-        return Step(analysis, (Search(query, tuple(documents)),), faults=faults)
+        """Returns a step with one search."""
+        search = Search(query, tuple(documents))
+        return Step(analysis, (search,), faults=faults)
 
     @property
     def queries(self) -> tuple[str, ...]:
@@ -148,16 +165,22 @@ class Step:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """The documents of all searches, in order."""
-        return tuple(d for search in self.searches for d in search.documents)
+        """Returns the documents of all searches, in order."""
+        return tuple(document for search in self.searches for document in search.documents)
 
     def with_documents(self, documents: Sequence[Sequence[Document]]) -> "Step":
-        """The step with these documents, one list per search."""
-        pairs = zip(self.searches, documents, strict=True)
-        return replace(self, searches=tuple(replace(search, documents=tuple(found)) for search, found in pairs))
+        """Returns the step with these documents, one list per search."""
+        searches = [
+            replace(search, documents=tuple(of_search))
+            for search, of_search in zip(self.searches, documents, strict=True)
+        ]
+        return replace(self, searches=tuple(searches))
 
     def to_json(self) -> dict:
-        """As JSON. A single search without a source has the keys `query` and `documents`; others are in `searches`."""
+        """Returns the step's JSON form.
+
+        A single search without a source has the keys `query` and `documents`; others are in `searches`.
+        """
         record = {"analysis": self.analysis}
         if len(self.searches) == 1 and not self.searches[0].source:
             record |= self.searches[0].to_json()
@@ -175,10 +198,13 @@ class Step:
     def from_json(record: Record) -> "Step":
         if "query" in record and "searches" in record:
             raise record.error("has both 'query' and 'searches'")
-        has_query = record.text("query", None, blank=True) is not None
+        if record.text("query", None, blank=True) is not None:
+            searches = [record]
+        else:
+            searches = record.records("searches", ())
         return Step(
             analysis=record.text("analysis", "", blank=True),
-            searches=tuple(map(Search.from_json, [record] if has_query else record.records("searches", ()))),
+            searches=tuple(map(Search.from_json, searches)),
             answer=record.text("answer", None, blank=True),
             faults=record.texts("faults", ()),
             verification=record.text("verification", "", blank=True),
@@ -187,7 +213,7 @@ class Step:
 
 @dataclass
 class Episode:
-    """One attempt at a question."""
+    """Holds one attempt at a question."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
@@ -197,13 +223,13 @@ class Episode:
 
     @property
     def prediction(self) -> str:
-        """The final answer; empty if there is none."""
-        return next((s.answer for s in reversed(self.steps) if s.answer is not None), "")
+        """Returns the final answer; empty if there is none."""
+        return next((step.answer for step in reversed(self.steps) if step.answer is not None), "")
 
     @property
     def documents(self) -> list[Document]:
-        """The documents of all steps, in order."""
-        return [d for s in self.steps for d in s.documents]
+        """Returns the documents of all steps, in order."""
+        return [document for step in self.steps for document in step.documents]
 
     @property
     def queries(self) -> list[str]:
@@ -214,22 +240,25 @@ class Episode:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
-        """For each step, the indices of the gold paragraphs that no earlier step retrieved."""
-        found: set[int] = set()
-        news = []
+        """Returns for each step the indices of the gold paragraphs that no earlier step retrieved."""
+        retrieved: set[int] = set()
+        by_step = []
         for step in self.steps:
-            news.append(self.question.gold_found(step.documents) - found)
-            found |= news[-1]
-        return news
+            new = self.question.gold_found(step.documents) - retrieved
+            by_step.append(new)
+            retrieved |= new
+        return by_step
 
     @property
     def recall(self) -> float | None:
-        """Share of the gold paragraphs that the episode retrieved; None if the question has none."""
+        """Returns the share of the gold paragraphs that the episode retrieved; None if the question has none."""
         gold = self.question.gold
-        return sum(map(len, self.new_gold())) / len(gold) if gold else None
+        if not gold:
+            return None
+        return sum(map(len, self.new_gold())) / len(gold)
 
     def to_json(self) -> dict:
-        """As a line of episodes.jsonl or predictions.jsonl, without rewards and scores.
+        """Returns a line of episodes.jsonl or predictions.jsonl, without rewards and scores.
 
         `gold_found` has the ids of the retrieved documents that are gold paragraphs, if the question has gold.
         """
@@ -238,20 +267,22 @@ class Episode:
             "question": self.question.text,
             "answers": list(self.question.answers),
             "prediction": self.prediction,
-            "steps": [s.to_json() for s in self.steps],
+            "steps": [step.to_json() for step in self.steps],
             "finish": self.finish,
         }
         if self.question.gold:
-            found = {d.id: None for d in self.documents if self.question.gold_index(d) is not None}
-            record["gold_found"] = list(found)
+            gold_ids = [document.id for document in self.documents if self.question.gold_index(document) is not None]
+            record["gold_found"] = list(dict.fromkeys(gold_ids))
         if self.question.procedure:
             record["procedure"] = self.question.procedure
-        return record | ({"failure": self.failure} if self.failure else {})
+        if self.failure:
+            record["failure"] = self.failure
+        return record
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a query at which the retriever failed, in place of its documents."""
+    """Stands for the outcome of a query at which the retriever failed, in place of its documents."""
 
     reason: str
 
@@ -262,7 +293,7 @@ Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]
 
 @dataclass(frozen=True)
 class Routes:
-    """A retriever per kind of source; called as a retriever, it is the default one."""
+    """Holds a retriever per kind of source; called as a retriever, it is the default one."""
 
     default: Retrieve
     of_source: Mapping[str, Retrieve]
@@ -271,14 +302,18 @@ class Routes:
         return self.default(pairs)
 
 
-def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
-    """The outcome of each search, in order; all searches of one retriever are one call of it."""
+def retrieve_all(retrieve: Retrieve, searches: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
+    """Returns the outcome of each search, in order; all searches of one retriever are one call of it."""
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
-    sources = [search.source if search.source in routes.of_source else "" for _, search in asked]
+    rows_by_source: dict[str, list[int]] = {}
+    for row, (_, search) in enumerate(searches):
+        source = search.source if search.source in routes.of_source else ""
+        rows_by_source.setdefault(source, []).append(row)
     outcomes: dict[int, list[Document] | Failure] = {}
-    for source in dict.fromkeys(sources):
-        places = [i for i, own in enumerate(sources) if own == source]
-        found = routes.of_source.get(source, routes.default)([(asked[i][0], asked[i][1].query) for i in places])
-        assert len(found) == len(places), "one list of documents per query"
-        outcomes |= zip(places, found)
-    return [outcomes[i] for i in range(len(asked))]
+    for source, rows in rows_by_source.items():
+        retrieve_from_source = routes.of_source.get(source, routes.default)
+        pairs = [(question, search.query) for question, search in (searches[row] for row in rows)]
+        documents = retrieve_from_source(pairs)
+        assert len(documents) == len(rows), "one list of documents per query"
+        outcomes.update(zip(rows, documents))
+    return [outcomes[row] for row in range(len(searches))]

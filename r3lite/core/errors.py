@@ -6,47 +6,65 @@ from collections.abc import Iterable, Iterator
 
 
 class R3LiteError(Exception):
-    """A foreseeable failure: what went wrong, and what the user can do about it.
+    """Reports a foreseeable failure: what went wrong, and what the user can do about it.
 
-    Commands print both lines without a traceback and exit with status 1.
+    Commands print both lines without a traceback and exit with status 1. `code` is a short name of the failure, which
+    stays when the sentence is rewritten: programs and tests compare it.
     """
 
-    def __init__(self, cause: str, remedy: str = ""):
-        super().__init__(f"{cause}\n  {remedy}" if remedy else cause)
+    def __init__(self, cause: str, remedy: str = "", *, code: str):
+        message = f"{cause}\n  {remedy}" if remedy else cause
+        super().__init__(message)
         self.cause = cause
         self.remedy = remedy
+        self.code = code
 
 
 class UsageError(Exception):
-    """A bad flag, key or value: one line, exit status 2."""
+    """Reports a bad flag, key or value in one line, with exit status 2.
+
+    `code` is as in R3LiteError.
+    """
+
+    def __init__(self, message: str, *, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class NotFinite(R3LiteError):
-    """Numbers of the model are inf or nan. A run that has a good checkpoint can go back to it."""
+    """Reports that numbers of the model are inf or nan. A run that has a good checkpoint can go back to it."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """` (did you mean X?)`, or nothing."""
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Returns ` (did you mean X?)` with the name that is most like the word, or nothing if none is."""
+    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 @contextlib.contextmanager
-def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str) -> Iterator[None]:
+def explained(
+    kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str, *, code: str
+) -> Iterator[None]:
     """Turns exceptions of these kinds into an R3LiteError: `cause`, followed by their message, and `remedy`."""
     try:
         yield
     except kinds as error:
-        message = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy) from error
+        if isinstance(error, R3LiteError):
+            message = error.cause
+        else:
+            message = " ".join(str(error).split())[:300]
+        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy, code=code) from error
 
 
 @contextlib.contextmanager
-def extra(name: str, what: str, instead: str = "") -> Iterator[None]:
-    """Around imports of packages that the extra `name` installs, and that `what` needs: an R3LiteError says so if one
-    is not there; `instead` is what else can be done."""
+def extra(name: str, feature: str, instead: str = "") -> Iterator[None]:
+    """Raises an R3LiteError if an import in its block fails: the `feature` needs what the extra `name` installs.
+
+    `instead` is a sentence about what else can be done.
+    """
     try:
         yield
     except ImportError as error:
-        cause = f"{what} needs the package {error.name}, which is not installed"
-        raise R3LiteError(cause, f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip()) from error
+        cause = f"{feature} needs the package {error.name}, which is not installed"
+        remedy = f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip()
+        raise R3LiteError(cause, remedy, code="package-missing") from error

@@ -23,18 +23,22 @@ from r3lite.core.records import InvalidRecord, Record, Source, parse
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
 PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
 LOCK = ".lock"
+LOCK_SECONDS = 0.1  # to find out whether a lock file that is taken is just being removed
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
-PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
+PIECE = 1 << 16  # bytes
+PIECES = 256  # so many of them tell weights apart
 MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
 def shipped(*parts: str) -> Path:
-    """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
+    """Returns a file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).parents[1]
-    inside = package.joinpath(*parts)
-    return inside if inside.exists() else package.parent.joinpath(*parts)
+    in_package = package.joinpath(*parts)
+    if in_package.exists():
+        return in_package
+    return package.parent.joinpath(*parts)
 
 
 def check_writable(folder: Path) -> None:
@@ -44,11 +48,16 @@ def check_writable(folder: Path) -> None:
 
 
 def move(source: str | Path, target: str | Path) -> None:
-    """Renames a file or folder, over a file that is there. What another program holds open cannot be renamed on Windows
-    (a virus scanner looks at each new file): there it is tried again for some seconds."""
-    for pause in PAUSES if ON_WINDOWS else ():
+    """Renames a file or folder, over a file that is there.
+
+    What another program holds open cannot be renamed on Windows (a virus scanner looks at each new file): there it is
+    tried again for some seconds.
+    """
+    pauses = PAUSES if ON_WINDOWS else ()
+    for pause in pauses:
         with contextlib.suppress(PermissionError):
-            return os.replace(source, target)
+            os.replace(source, target)
+            return
         time.sleep(pause)
     os.replace(source, target)
 
@@ -72,20 +81,24 @@ def write_json(path: str | Path, value) -> None:
 
 
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    write_text(path, _json_lines(records))
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Adds whole lines to a file and waits until they are on the disk."""
     with _to_write(path) as path, open(path, "a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        file.write(_json_lines(records))
         file.flush()
         os.fsync(file.fileno())
 
 
+def _json_lines(records: Iterable[dict]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
 @contextlib.contextmanager
 def _to_write(path: str | Path) -> Iterator[Path]:
-    """Where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
+    """Yields where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
 
     An OSError of what is done there names the path; one of writing or flushing (a full disk) does not by itself.
     """
@@ -104,122 +117,150 @@ def _to_write(path: str | Path) -> Iterator[Path]:
 def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     """Keeps every other process from writing to an output as long as the context lasts.
 
-    Raises R3LiteError at once if another process has it. The lock is the operating system's, which drops it when the
-    process dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which
-    is made, or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is
-    removed at the end, unless something was written there.
+    Raises R3LiteError if another process has it. The lock is the operating system's, which drops it when the process
+    dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which is made,
+    or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is removed at
+    the end, unless something was written there.
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
-        raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.")
-    lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
-    made = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
+        raise R3LiteError(f"{output} is a file, not a folder", "Pass a folder.", code="not-a-folder")
+    lock_file = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
+    new_folders = [parent for parent in lock_file.parents if not parent.exists()]  # the innermost first
     try:
-        descriptor = _open_locked(lock, output)
-        try:
+        with _locked(lock_file, output):
             yield
-        finally:
-            _remove_open(lock, descriptor)
     finally:
         with contextlib.suppress(OSError):  # not empty
-            for parent in made:
-                parent.rmdir()
+            for new_folder in new_folders:
+                new_folder.rmdir()
 
 
-def _open_locked(lock: Path, output: str | Path) -> int:
-    """A descriptor of the lock file, locked; the file holds this process's number."""
-    while True:
-        with explained(OSError, f"{output} cannot be written", "Pass another output."):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(descriptor)
-        except (BlockingIOError, PermissionError):
-            holder = os.read(descriptor, 20).decode(errors="replace").strip()
-            os.close(descriptor)
-            pid = f" (pid {holder})" if holder else ""
-            raise R3LiteError(f"another process{pid} writes to {output}", "Wait, or pass another output.") from None
-        except OSError as error:  # a file system without locks, such as some network drives
-            print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
-        try:
-            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
-                return descriptor
-            os.close(descriptor)
-        except FileNotFoundError:
-            os.close(descriptor)  # its owner removed it after we had opened it
-        except OSError as error:
-            _remove_open(lock, descriptor)
-            raise R3LiteError(f"{output} cannot be written: {error}", "Free some disk space.") from error
+@contextlib.contextmanager
+def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
+    """Holds the lock on a file, which has this process's number meanwhile and is removed at the end."""
+    from filelock import FileLock, Timeout  # only those who write wait for this import
+
+    with explained(OSError, f"{output} cannot be written", "Pass another output.", code="output-unwritable"):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock_file.touch()
+    lock = FileLock(
+        lock_file,
+        timeout=LOCK_SECONDS,
+        thread_local=False,
+        fallback_to_soft=False,  # which would outlive a process that is killed
+        on_acquired=lambda descriptor: _write_holder(descriptor, lock_file, output),
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = _holder_of(lock_file)
+        pid = f" (pid {holder})" if holder else ""
+        raise R3LiteError(
+            f"another process{pid} writes to {output}", "Wait, or pass another output.", code="output-in-use"
+        ) from None
+    except PermissionError as error:  # another user's file
+        raise R3LiteError(
+            f"{output} cannot be written: {error}", "Pass another output.", code="output-unwritable"
+        ) from error
+    except OSError as error:  # a file system without locks, such as some network drives
+        print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
+    try:
+        yield
+    finally:
+        _remove_lock_file(lock_file)  # while it is locked: later it might be another process's
+        lock.release()
 
 
-def _remove_open(lock: Path, descriptor: int) -> None:
-    """Removes a lock file and lets go of it, in this order where that can be: else another process might have it."""
-    if ON_WINDOWS:  # an open file cannot be removed there
-        os.close(descriptor)
-        with contextlib.suppress(PermissionError):  # the next writer has it open
-            lock.unlink(missing_ok=True)
-    else:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
+def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
+    """Writes this process's number into its lock file, after the first byte: on Windows nobody else can read that."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"\n{os.getpid()}\n".encode())
+    except OSError as error:
+        _remove_lock_file(lock_file)
+        raise R3LiteError(
+            f"{output} cannot be written: {error}", "Free some disk space.", code="output-unwritable"
+        ) from error
 
 
-def _lock(descriptor: int) -> None:
-    """Locks an open file, or raises BlockingIOError (on Windows PermissionError) if another process has it locked."""
-    if ON_WINDOWS:
-        import msvcrt
+def _holder_of(lock_file: Path) -> str:
+    """Returns the number of the process that has a lock file, or nothing if it has just gone."""
+    try:
+        with open(lock_file, "rb") as file:
+            file.seek(1)
+            return file.read(20).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
-        os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # what is locked there cannot be read: not the number at the start
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    else:
-        import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _remove_lock_file(lock_file: Path) -> None:
+    if not ON_WINDOWS:  # where an open file cannot be removed; FileLock does so when it lets go of it
+        lock_file.unlink(missing_ok=True)
 
 
 def sweep(*places: Path) -> None:
     """Removes what a killed process left half written of files and folders that are this process's to write."""
     for place in places:
-        half = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
-        beside = [path for path in place.absolute().parent.glob(f".*{PART}") if half.fullmatch(path.name)]
-        for left in [*beside, *place.rglob(f".*{PART}")]:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        part_name = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
+        parts = [path for path in place.absolute().parent.glob(f".*{PART}") if part_name.fullmatch(path.name)]
+        parts += place.rglob(f".*{PART}")
+        for part in parts:
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                part.unlink(missing_ok=True)
 
 
 def names_in(folder: Path) -> set[str]:
-    """What a folder holds, without its lock and what a kill left half written; nothing if it does not exist."""
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    return {name for name in found if name != LOCK and not (name.startswith(".") and name.endswith(PART))}
+    """Returns the names of what a folder holds, none if it does not exist.
+
+    Its lock and what a kill left half written are left out.
+    """
+    if not folder.exists():
+        return set()
+    names = {path.name for path in folder.iterdir()}
+    parts = {name for name in names if name.startswith(".") and name.endswith(PART)}
+    return names - parts - {LOCK}
 
 
 def gguf_of(folder: Path) -> list[Path]:
-    """The GGUF file that a model folder was made of, if it was."""
+    """Returns the GGUF file that a model folder was made of, if it was."""
     pointer = folder / GGUF_POINTER
-    return [Path(read_record(pointer, "Delete the folder.").text("file"))] if pointer.exists() else []
+    if not pointer.exists():
+        return []
+    return [Path(read_record(pointer, "Delete the folder.").text("file"))]
 
 
 def content_fingerprint(*places: Path) -> str:
-    """CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
+    """Returns a CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
 
     Of a file above MAX_TEXT bytes, such as the vectors of an index, it has the size and PIECES pieces, evenly spaced.
     """
     value = 0
     for place in places:
-        inside = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-        for path in inside:
+        if place.is_dir():
+            paths = sorted(path for path in place.rglob("*") if path.is_file())
+        else:
+            paths = [place]
+        for path in paths:
             name = path.relative_to(place).as_posix()
             if any(part.startswith(".") for part in Path(name).parts):
                 continue
             size = path.stat().st_size
             value = zlib.crc32(f"{name} {size}".encode(), value)
-            value = _crc_of_pieces(path, PIECES if size > MAX_TEXT else -(-size // PIECE), value)
+            pieces = PIECES if size > MAX_TEXT else _pieces_in(size)
+            value = _crc_of_pieces(path, pieces, value)
     return f"{value:08x}"
 
 
+def _pieces_in(size: int) -> int:
+    """Returns how many pieces of PIECE bytes have all of a file, the last of which may be shorter."""
+    return -(-size // PIECE)
+
+
 def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
-    """CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
+    """Returns a CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         for i in range(pieces):
@@ -229,8 +270,11 @@ def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """CRC-32 of a model folder: of each file of weights the name, the size and up to PIECES pieces of the content,
-    evenly spaced, and of config.json and tokenizer.json all. Tells weights that were changed in place, in moments."""
+    """Returns a CRC-32 of a model folder, which tells weights that were changed in place, in moments.
+
+    It is of the name, the size and up to PIECES evenly spaced pieces of each file of weights, and of all of config.json
+    and tokenizer.json.
+    """
     value = 0
     weights = [*sorted(folder.glob("*.safetensors")), *gguf_of(folder)]
     for path in (*weights, folder / "config.json", folder / "tokenizer.json"):
@@ -238,7 +282,9 @@ def folder_fingerprint(folder: Path) -> str:
             continue
         size = path.stat().st_size
         value = zlib.crc32(f"{path.name} {size}".encode(), value)
-        pieces = -(-size // PIECE) if path.suffix == ".json" else min(PIECES, -(-size // PIECE))
+        pieces = _pieces_in(size)
+        if path.suffix != ".json":
+            pieces = min(PIECES, pieces)
         value = _crc_of_pieces(path, pieces, value)
     return f"{value:08x}"
 
@@ -246,7 +292,7 @@ def folder_fingerprint(folder: Path) -> str:
 def own_records(
     path: Path, key: str, is_ours: Callable[[dict], bool], writer: str, remedy: str
 ) -> tuple[list[dict], bytes]:
-    """The records of a file that r3lite wrote line by line, and what a kill has left of one more.
+    """Returns the records of a file that r3lite wrote line by line, and what a kill has left of one more.
 
     Every line of such a file begins with the same `key`, and so does an unfinished last one. Any other line that is no
     record of the `writer`, as `is_ours` tells, raises R3LiteError: the file is the user's, or no longer ours alone.
@@ -257,27 +303,34 @@ def own_records(
         # Bytes, since an unfinished line may end inside a character.
         *lines, last = file.read().split(b"\n")
     start = f'{{"{key}": '.encode()
-    torn = _object(last) is None and last[: len(start)] == start[: len(last)]
+    torn = b""
+    if _object(last) is None and last[: len(start)] == start[: len(last)]:
+        torn = last
+    else:
+        lines.append(last)
     records = []
-    for number, line in enumerate(lines if torn else [*lines, last], 1):
+    for number, line in enumerate(lines, 1):
         record = _object(line)
         if line.strip() and (record is None or not is_ours(record)):
-            raise R3LiteError(f"{path} exists, and its line {number} was not written by {writer}", remedy)
-        records += [] if record is None else [record]
-    return records, last if torn else b""
+            raise R3LiteError(
+                f"{path} exists, and its line {number} was not written by {writer}", remedy, code="foreign-line"
+            )
+        if record is not None:
+            records.append(record)
+    return records, torn
 
 
-def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, known: bool) -> list[dict]:
-    """The records of a file that an earlier run wrote by `append_jsonl`; an unfinished last line is removed from it.
+def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, confirmed: bool) -> list[dict]:
+    """Returns the records that an earlier run wrote by `append_jsonl`; removes an unfinished last line from the file.
 
     `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
     naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
-    beside it shows that the writer made it (`known`): a user's own JSON may begin alike, and would be lost.
+    beside it shows that the writer made it (`confirmed`): a user's own JSON may begin alike, and would be lost.
     """
     remedy = "Pass another --output, or move the file away."
-    records, torn = own_records(path, "id", is_ours, writer, remedy)
-    if torn and not (records or known):
-        raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
+    records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
+    if torn and not (records or confirmed):
+        raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy, code="foreign-line")
     if torn:
         os.truncate(path, path.stat().st_size - len(torn))
         print(f"{path}: removed the incomplete last line", file=sys.stderr)
@@ -290,64 +343,75 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, know
 
 
 def _object(line: bytes) -> dict | None:
-    """The JSON object of a line, or None if it is something else."""
+    """Returns the JSON object of a line, or None if it is something else."""
     try:
         value = parse(line)
     except InvalidRecord:
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return value
 
 
 def check_regular(path: str | Path, remedy: str) -> None:
     """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
-    with explained((OSError, ValueError), f"{path} cannot be read", remedy):  # ValueError: a name that no file can have
+    with explained(
+        (OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"
+    ):  # ValueError: a name that no file can have
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
-        raise R3LiteError(f"{path} is a {kind}, not a file", remedy)
+        raise R3LiteError(f"{path} is a {kind}, not a file", remedy, code="not-a-file")
 
 
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
-    """A file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
+    """Returns a file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
     check_regular(path, remedy)
-    with explained(OSError, f"{path} cannot be read", remedy):
+    with explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"):
         return open(path, "rb")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
-    """The text of a UTF-8 file of at most MAX_TEXT bytes, without the byte order mark that editors on Windows write."""
-    with open_regular(path, remedy) as file, explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy):
+    """Returns the text of a UTF-8 file of at most MAX_TEXT bytes, without a byte order mark, as editors may write."""
+    unreadable = explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy, code="file-unreadable")
+    with open_regular(path, remedy) as file, unreadable:
         content = file.read(MAX_TEXT + 1)
         if len(content) > MAX_TEXT:
-            raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
+            raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy, code="file-too-large")
         return content.decode("utf-8-sig")
 
 
 def read_record(path: str | Path, remedy: str) -> Record:
-    """The JSON object that a file holds; InvalidRecord names the file and what is wrong."""
-    return Record(within(path, remedy, read_text(path, remedy)), Source(str(path), remedy))
+    """Returns the JSON object that a file holds; InvalidRecord names the file and what is wrong."""
+    values = within(path, remedy, read_text(path, remedy))
+    return Record(values, Source(str(path), remedy))
 
 
 def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
-    """The value of a JSON text; an error names the place that the text is from."""
+    """Returns the value of a JSON text; an error names the place that the text is from."""
     try:
         return parse(text)
     except InvalidRecord as error:
-        raise InvalidRecord(f"{where}: {error.cause}", remedy) from error
+        raise InvalidRecord(f"{where}: {error.cause}", remedy, code=error.code) from error
 
 
 def read_jsonl(
     path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
 ) -> Iterator[Record]:
-    """The object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
-    with open_regular(path, remedy) as file, explained(OSError, f"{path} cannot be read", remedy):
-        for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    """Yields the object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
+    with (
+        open_regular(path, remedy) as file,
+        explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"),
+    ):
+        lines = iter(lambda: file.readline(MAX_TEXT), b"")
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             source = Source(f"{path}, line {number}", remedy)
             if len(line) == MAX_TEXT:  # what follows is not the next line
-                raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy)
+                raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy, code="line-too-long")
             try:
                 record = Record(within(source.where, remedy, line), source)
             except InvalidRecord as bad:

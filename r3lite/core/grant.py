@@ -1,4 +1,4 @@
-"""The memory figures of a run: how its work is divided so that it fits, in one object that all rooms read.
+"""The memory figures of a run: how its work is divided so that it fits, in one object that all layers read.
 
 `memory/` plans these figures, and makes them smaller if a device runs out of memory in spite of the plan.
 """
@@ -14,7 +14,7 @@ Phase = Literal["sample", "update"]
 
 @dataclass(frozen=True)
 class Memory:
-    """The figures that decide a run's memory and speed; only `nf4` changes what it computes."""
+    """Has the figures that decide a run's memory and speed; only `nf4` changes what it computes."""
 
     nf4: bool = False  # the base is quantized
     recompute_layers: int = 0  # layers with activation checkpointing
@@ -27,13 +27,13 @@ class Memory:
 
 
 class Grant:
-    """The current memory figures of a run. Code that divides work reads them anew each time."""
+    """Holds the current memory figures of a run. Code that divides work reads them anew each time."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
 
     def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
-        """The result of `work(*args)`, which samples or adds gradients.
+        """Returns the result of `work(*args)`, which samples or adds gradients.
 
         Here it is run once; `memory.shrinking.ShrinkingGrant` repeats it in smaller pieces if memory runs out.
         """

@@ -13,92 +13,130 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import ANY, Alias, Section, Trait, field_docs, flag, flat, kinds_of, sections
+from r3lite.core.command_names import COMMANDS
+from r3lite.core.config import ANY, Alias, Kind, Origin, Section, Trait, field_docs, flag, flat, kinds_of, sections
 from r3lite.core.errors import R3LiteError, UsageError, nearest
 from r3lite.core.files import read_text, shipped
 
+# Where to write, what to resume and when to leave belong to one start of a run.
+OF_ONE_START = ("output", "resume", "stop_after")
+
 
 def all_settings() -> set[str]:
-    """Names of the settings of all commands: a preset may hold keys that only some commands have."""
-
-    def subclasses(cls: type) -> list[type]:
-        return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
-
-    return {f.name for cls in subclasses(Section) for f in dataclasses.fields(cls)}
+    """Returns the names of the settings of all commands: a preset may hold keys that only some commands have."""
+    names = set()
+    classes = Section.__subclasses__()
+    while classes:
+        cls = classes.pop()
+        names |= {field.name for field in dataclasses.fields(cls)}
+        classes += cls.__subclasses__()
+    return names
 
 
 def check_texts(values: dict[str, Any], where: str = "") -> None:
     """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
-    for name, value in ((name, x) for name, v in values.items() for x in (v if isinstance(v, list) else [v])):
-        if value == "":
-            raise UsageError(f"{where}{flag(name)} is empty; is a shell variable unset? (`none` unsets a setting)")
-        if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-            raise UsageError(f"{where}{flag(name)} is {value!a}, which contains NUL or bytes that are not UTF-8")
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                _check_text(f"{where}{flag(name)}", text)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not text:
+        raise UsageError(f"{name} is empty; is a shell variable unset? (`none` unsets a setting)", code="setting-empty")
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError(f"{name} is {text!a}, which contains NUL or bytes that are not UTF-8", code="setting-not-text")
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
-    """`config` with some settings replaced, read and checked; `where` names the source in an error."""
+    """Returns `config` with some settings replaced, read and checked; `where` names the source in an error."""
     check_texts(values, where)
-    changed = {}
-    for name, section in sections(config).items():
+    changes = {}
+    for section_name, section in sections(config).items():
         kinds = kinds_of(type(section))
-        mine = {k: kinds[k].convert(f"{where}{k}", v) for k, v in values.items() if k in kinds}
-        changed[name] = dataclasses.replace(section, **mine)
-    return dataclasses.replace(config, **changed)
+        of_section = {
+            name: kinds[name].convert(f"{where}{name}", value) for name, value in values.items() if name in kinds
+        }
+        changes[section_name] = dataclasses.replace(section, **of_section)
+    return dataclasses.replace(config, **changes)
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """The keys and tables of a TOML file."""
+    """Returns the keys and tables of a TOML file."""
     try:
         return tomllib.loads(read_text(path, ""))
     except R3LiteError as error:
-        raise UsageError(error.cause) from None
+        raise UsageError(error.cause, code=error.code) from None
     except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
-def read_toml(path: Path, command: str, commands: tuple[str, ...], own: Collection[str]) -> dict[str, Any]:
-    """The settings that a TOML file holds for one command, whose own table may hold only those in `own`."""
-    loaded, known = load_toml(path), all_settings()
+@dataclasses.dataclass(frozen=True)
+class FileSettings:
+    """Holds the settings that a TOML file has for one command: those at its top, for all commands, and its table's."""
+
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Returns all of them; the table's win."""
+        return self.shared | self.table
+
+
+def read_toml(path: Path, command: str, allowed: Collection[str]) -> FileSettings:
+    """Returns the settings that a TOML file holds for one command, whose own table may hold only `allowed` ones."""
+    content = load_toml(path)
     # `index` is a setting and a command: a table is the command's.
-    tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
-    top = {key: value for key, value in loaded.items() if key not in tables}
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    shared = {key: value for key, value in content.items() if key not in tables}
     for table in tables:
-        if table not in commands:
-            raise UsageError(f"{path}: unknown table [{table}]{nearest(table, commands)}")
-    for table, body in {"": top, **tables}.items():
-        names, where = own if table == command else known, f" in [{table}]" if table else ""
-        for key in body:
-            if key not in names:
-                raise UsageError(f"{path}: unknown key {key!r}{where}{nearest(key, names)}")
-    return top | tables.get(command, {})
+        if table not in COMMANDS:
+            raise UsageError(f"{path}: unknown table [{table}]{nearest(table, COMMANDS)}", code="unknown-table")
+    known_names = all_settings()
+    _check_keys(shared, known_names, where=f"{path}")
+    for table, values in tables.items():
+        names = allowed if table == command else known_names
+        _check_keys(values, names, where=f"{path}", table=table)
+    return FileSettings(shared, tables.get(command, {}))
+
+
+def _check_keys(values: dict[str, Any], names: Collection[str], where: str, table: str = "") -> None:
+    """Raises UsageError for a key that is not among the names of settings."""
+    for key in values:
+        if key not in names:
+            in_table = f" in [{table}]" if table else ""
+            raise UsageError(f"{where}: unknown key {key!r}{in_table}{nearest(key, names)}", code="unknown-key")
 
 
 def to_toml(config: Any, command: str) -> str:
-    """The resolved settings as a TOML file that `--config` reads back.
+    """Returns the resolved settings as a TOML file that `--config` reads back.
 
-    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Where to
-    write, what to resume and when to leave belong to one start of the run, and are left out.
+    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Those
+    OF_ONE_START are left out if they are unset.
     """
     lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
-    for section in sections(config).values():
-        for f in dataclasses.fields(section):
-            value = getattr(section, f.name)
-            if f.name in ("config", "dry_run") or (value is None and f.name in ("output", "resume", "stop_after")):
+    for name, value in flat(config).items():
+        if name in ("config", "dry_run"):
+            continue
+        if value is None:
+            if name in OF_ONE_START:
                 continue
-            # With this separator for objects, JSON is valid TOML, but for DEL.
-            text = json.dumps("none" if value is None else value, ensure_ascii=False, separators=(", ", " = "))
-            lines.append(f"{f.name} = " + text.replace("\x7f", "\\u007f"))
+            value = "none"
+        # With this separator for objects, JSON is valid TOML, but for DEL.
+        text = json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
+        text = text.replace("\x7f", "\\u007f")
+        lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UsageError(message)
+        raise UsageError(message, code="toml-damaged")
 
 
 def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
-    """The command line of a command, from its settings."""
+    """Returns the command line of a command, from its settings."""
     parser = _Parser(
         prog=f"python -m r3lite.{command}",
         usage=f"python -m r3lite.{command} [--setting VALUE ...]",
@@ -108,59 +146,123 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for section in sections(default).values():
-        cls = type(section)
-        group = parser.add_argument_group(inspect.cleandoc(cls.__doc__).splitlines()[0].rstrip("."))
-        docs, kinds = field_docs(cls), kinds_of(cls)
-        for f in dataclasses.fields(section):
-            kind, value = kinds[f.name], getattr(section, f.name)
-            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            text = docs[f.name].replace("%", "%%") + ("" if value in (None, "", False) else f" [{shown}]")
-            if kind.scalar is bool:
-                how = {"action": argparse.BooleanOptionalAction if value else "store_true"}
-            else:
-                metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
-                how = {"metavar": metavar, "nargs": "+" if (kind.count or 1) > 1 else None}
-            others = [flag(trait.name) for trait in kind.traits if isinstance(trait, Alias)]
-            group.add_argument(flag(f.name), *others, help=text, **how)
-            if Trait.BARE in kind.traits:
-                group.add_argument(f.name, nargs="?" if kind.count == 1 else "*", help=f"the same as {flag(f.name)}")
+        section_class = type(section)
+        heading = inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(heading)
+        docs = field_docs(section_class)
+        for name, kind in kinds_of(section_class).items():
+            _add_setting(group, name, kind, value=getattr(section, name), help_text=docs[name])
     return parser
 
 
-def _with_implied(default: Any, preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A preset's settings, and those that come with choices: over the preset's if `given` made another, else under."""
+def _add_setting(group: argparse._ArgumentGroup, name: str, kind: Kind, value: Any, help_text: str) -> None:
+    """Adds the flag of a setting to its section's group, with `value` as the default that the help names."""
+    help_text = help_text.replace("%", "%%")
+    if value not in (None, "", False):
+        default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        help_text += f" [{default}]"
+    flags = [flag(name)]
+    flags += [flag(trait.name) for trait in kind.traits if isinstance(trait, Alias)]
+    if kind.scalar is bool:
+        action = argparse.BooleanOptionalAction if value else "store_true"
+        group.add_argument(*flags, help=help_text, action=action)
+    else:
+        metavar = {int: "N", float: "X"}.get(kind.scalar, "TEXT")
+        if kind.choices:
+            metavar = ",".join(kind.choices)
+        several = kind.count is not None and kind.count > 1
+        group.add_argument(*flags, help=help_text, metavar=metavar, nargs="+" if several else None)
+    if Trait.BARE in kind.traits:
+        group.add_argument(name, nargs="?" if kind.count == 1 else "*", help=f"the same as {flag(name)}")
+
+
+def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
+    """Returns the settings that a command line has, by name."""
+    namespace, unknown = build_parser(command, default).parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        raise UsageError(
+            f"unknown argument {unknown[0]}{nearest(word, map(flag, flat(default)))}", code="unknown-argument"
+        )
+    flags = vars(namespace)
+    check_texts(flags)
+    return flags
+
+
+def _read_preset(preset: str, table: str) -> dict[str, Any]:
+    """Returns the settings that a built-in preset has for a command."""
+    presets = sorted(path.stem for path in shipped("presets").glob("*.toml"))
+    if preset not in presets:
+        raise UsageError(
+            f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}",
+            code="unknown-preset",
+        )
+    return read_toml(shipped("presets", f"{preset}.toml"), table, all_settings()).values
+
+
+def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any]) -> dict[str, Any]:
+    """Returns a preset's settings with those that come with choices (Section.implied).
+
+    They come over the preset's if the user made another choice than the preset, else under them.
+    """
     for section in sections(default).values():
         for name, table in section.implied.items():
-            choice = given.get(name, preset.get(name))
-            comes = table.get(str(choice), {} if choice in (None, "none") else table.get(ANY, {}))
-            preset = comes | preset if choice == preset.get(name) else preset | comes
+            choice = by_user.get(name, preset.get(name))
+            implied = {}
+            if choice not in (None, "none"):
+                implied = table.get(ANY, {})
+            implied = table.get(str(choice), implied)
+            if choice == preset.get(name):
+                preset = implied | preset
+            else:
+                preset = preset | implied
     return preset
 
 
-def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ...], table: str | None = None) -> Any:
-    """The settings of one invocation: default, then preset, then TOML file, then command line.
+def resolve(command: str, default: Any, argv: list[str], table: str | None = None) -> Any:
+    """Returns the settings of one invocation, which remember in `set_by_user` what the user has set.
 
-    What a choice implies counts as the preset's. `table` names a TOML file's table, by default the command's."""
-    parser, own, table = build_parser(command, default), flat(default), table or command
-    given, rest = parser.parse_known_args(argv)
-    if rest:
-        raise UsageError(f"unknown argument {rest[0]}{nearest(rest[0].partition('=')[0], map(flag, own))}")
-    given = vars(given)
-    check_texts(given)
+    Later wins: the default, the preset, the TOML file, the command line. What a choice implies counts as the preset's.
+    `table` names a TOML file's table, by default the command's.
+    """
+    flags = _parse_flags(command, default, argv)
+    defaults = flat(default)
+    from_file = FileSettings()
+    if path := flags.get("config"):
+        allowed: Collection[str] = defaults
+        if table not in (None, command):  # another command's table holds its own settings
+            allowed = defaults.keys() | all_settings()
+        from_file = read_toml(Path(path), table or command, allowed)
+    by_user = from_file.values | flags
+
     # A file may name its preset, which it then refines.
-    names = own if table == command else own.keys() | all_settings()  # another command's table holds its own settings
-    from_file = read_toml(Path(given["config"]), table, commands, names) if given.get("config") else {}
-    preset = given.get("preset") or from_file.get("preset") or own["preset"]
-    presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
-    if preset not in presets:
-        raise UsageError(f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}")
-    from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
-    if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
-        from_preset = {k: v for k, v in from_preset.items() if not k.endswith("_prompt")}  # written for its own format
-    from_preset, config = _with_implied(default, from_preset, from_file | given), default
-    sources = [(f"preset {preset}: ", from_preset), (f"{given.get('config')}: ", from_file)]
-    for where, values in [*sources, ("", given | {"preset": preset})]:
-        # Epochs replace the length in steps that an earlier source gave.
-        length = {"max_steps": None} if "epochs" in values else {}
-        config = with_values(config, length | values, where)
-    return config
+    preset_name = flags.get("preset") or from_file.values.get("preset") or defaults["preset"]
+    preset = _read_preset(preset_name, table or command)
+    if by_user.get("format") not in (None, preset.get("format", defaults.get("format"))):
+        # A preset's prompts are written for its own format.
+        preset = {name: value for name, value in preset.items() if not name.endswith("_prompt")}
+    preset = _with_implied(default, preset, by_user)
+
+    by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
+    config = _with_source(by_preset, from_file.values, where=f"{path}: ")
+    config = _with_source(config, flags | {"preset": preset_name}, where="")
+    return dataclasses.replace(config, set_by_user=_origins(by_preset, config, from_file, flags))
+
+
+def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:
+    """Returns `config` with the values of one source, whose epochs replace the length in steps of an earlier one."""
+    if "epochs" in values:
+        values = {"max_steps": None} | values
+    return with_values(config, values, where)
+
+
+def _origins(by_preset: Any, config: Any, from_file: FileSettings, flags: dict[str, Any]) -> dict[str, Origin]:
+    """Returns where the user has set each setting that is not as the preset has it.
+
+    A file of a run names every setting, so that a name alone does not show what was asked for.
+    """
+    origins = dict.fromkeys(from_file.shared, Origin.SHARED)
+    origins |= dict.fromkeys(from_file.table, Origin.TABLE)
+    origins |= dict.fromkeys(flags, Origin.FLAG)
+    before = flat(by_preset)
+    return {name: origins[name] for name, value in flat(config).items() if name in origins and value != before[name]}

@@ -1,4 +1,5 @@
-"""Where servers listen: the socket, the addresses that only this machine reaches, and the token that others need.
+"""Where servers listen: the socket, the addresses that only this machine reaches, the token that others need, and what
+a connection may take.
 
 The servers of answers, of retrievers and of rollouts use it alike.
 """
@@ -7,6 +8,7 @@ import ipaddress
 import os
 import re
 import socket
+from dataclasses import dataclass
 
 from r3lite.core.errors import R3LiteError, explained
 
@@ -14,6 +16,23 @@ TOKEN = "R3LITE_TOKEN"  # of a server, and of rollout servers
 RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"  # of --retriever and --rerank, which may be others' servers
 SHORTEST_TOKEN = 16  # characters
 BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a server's connections may take, so that slow or many clients keep it from no other client."""
+
+    seconds: float = 30.0  # for a request to arrive, and again for its reply to be read ...
+    bytes_per_second: int = 64 << 10  # ... and as much longer as a link of this speed needs
+    connections: int = 256  # at a time; others are refused
+    poll_seconds: float = 1.0  # between two looks whether a client that waits for its turn is still there
+
+    def seconds_for(self, size: int) -> float:
+        """Returns the seconds in which `size` bytes must have been transferred."""
+        return self.seconds + size / self.bytes_per_second
+
+
+CONNECTION_LIMITS = ConnectionLimits()  # of all servers; tests have shorter ones
 
 
 def is_loopback(host: str) -> bool:
@@ -42,7 +61,9 @@ def token_in(name: str) -> str | None:
     token = os.environ.get(name, "").strip()
     if not (token.isascii() and token.isprintable()):
         cause = f"{name} has characters that no HTTP header can carry"
-        raise R3LiteError(cause, "Use letters and digits, such as the output of: openssl rand -hex 24")
+        raise R3LiteError(
+            cause, "Use letters and digits, such as the output of: openssl rand -hex 24", code="token-not-ascii"
+        )
     return token or None
 
 
@@ -51,9 +72,13 @@ def token_of(host: str) -> str | None:
     token = token_in(TOKEN)
     if token is None and not is_loopback(host):
         remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
-        raise R3LiteError(f"--host {host} can be reached from other machines, but {TOKEN} is not set", remedy)
+        raise R3LiteError(
+            f"--host {host} can be reached from other machines, but {TOKEN} is not set", remedy, code="token-missing"
+        )
     if token is not None and len(token) < SHORTEST_TOKEN:
-        raise R3LiteError(f"{TOKEN} is too short", f"It must have at least {SHORTEST_TOKEN} characters.")
+        raise R3LiteError(
+            f"{TOKEN} is too short", f"It must have at least {SHORTEST_TOKEN} characters.", code="token-short"
+        )
     return token
 
 
@@ -67,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at an address; R3LiteError if it is taken or not of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remedy = "Pass another --port or --host; --port 0 takes any free port."
-    with explained(OSError, f"cannot listen on {host}, port {port}", remedy):
+    with explained(OSError, f"cannot listen on {host}, port {port}", remedy, code="cannot-listen"):
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 

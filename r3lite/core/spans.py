@@ -1,6 +1,6 @@
 """Spans (named, nested time intervals) of the parts of a run, for `--track-spans`, and the seconds of a step's stages.
 
-Code that gets None instead of `Spans` records none.
+Code that records spans gets `Spans`, or NO_SPANS, which records none.
 """
 
 import secrets
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from r3lite.settings import TrackSettings
-
 MAIN = "run"  # the track of spans that enclose others
 
 Attributes = dict[str, int | float | str]
@@ -18,7 +16,7 @@ Attributes = dict[str, int | float | str]
 
 @dataclass(frozen=True)
 class Span:
-    """A time interval. Spans of one track either enclose each other or do not overlap."""
+    """Holds a time interval. Spans of one track either enclose each other or do not overlap."""
 
     name: str
     track: str
@@ -31,8 +29,10 @@ class Span:
 
 
 class Spans:
-    """Records the spans of one process. Those of `MAIN` are opened and closed by one thread, nested; the parent of all
-    others is the innermost open one."""
+    """Records the spans of one process.
+
+    Those of `MAIN` are opened and closed by one thread, nested; the parent of all others is the innermost open one.
+    """
 
     def __init__(self):
         # The wall clock is read once, because it may be changed during a run.
@@ -41,53 +41,90 @@ class Spans:
         self._finished: list[Span] = []
 
     def now(self) -> int:
-        """Nanoseconds since 1970."""
+        """Returns the nanoseconds since 1970."""
         return self._origin + time.perf_counter_ns()
 
     @contextmanager
     def span(self, name: str, **attributes: int | float | str) -> Iterator[Attributes]:
         """Records the block; yields the span's attributes, which the block may extend."""
-        trace, parent = self._open[-1] if self._open else (secrets.token_hex(16), None)
-        start, id = self.now(), secrets.token_hex(8)
+        if self._open:
+            trace, parent = self._open[-1]
+        else:
+            trace = secrets.token_hex(16)
+            parent = None
+        start = self.now()
+        id = secrets.token_hex(8)
         self._open.append((trace, id))
         try:
             yield attributes
         finally:
             self._open.pop()
-            self._finished.append(Span(name, MAIN, start, self.now(), trace, id, parent, attributes))
+            span = Span(
+                name=name,
+                track=MAIN,
+                start=start,
+                end=self.now(),
+                trace=trace,
+                id=id,
+                parent=parent,
+                attributes=attributes,
+            )
+            self._finished.append(span)
 
     def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
         """Records a span from `start` until now, on another track than MAIN; any thread may call it."""
         trace, parent = self._open[-1]
-        self._finished.append(Span(name, track, start, self.now(), trace, secrets.token_hex(8), parent, attributes))
+        span = Span(
+            name=name,
+            track=track,
+            start=start,
+            end=self.now(),
+            trace=trace,
+            id=secrets.token_hex(8),
+            parent=parent,
+            attributes=attributes,
+        )
+        self._finished.append(span)
 
     def take(self) -> list[Span]:
-        """The spans that ended since this was last called, in the order of their ends."""
-        finished, self._finished = self._finished, []
+        """Returns the spans that ended since this was last called, in the order of their ends."""
+        finished = self._finished
+        self._finished = []
         return finished
 
 
-def build_spans(settings: TrackSettings) -> Spans | None:
-    """The recorder for --track-spans; None if it is off."""
-    return None if settings.track_spans == "none" else Spans()
+class NoSpans(Spans):
+    """Records nothing: the recorder of a run without --track-spans, and of all ranks but the first."""
+
+    def now(self) -> int:
+        return 0
+
+    def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[Attributes]:
+        return nullcontext(attributes)
+
+    def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
+        pass
 
 
-def span(spans: Spans | None, name: str, **attributes: int | float | str) -> AbstractContextManager:
-    """`Spans.span`, or a context that does nothing if no spans are recorded."""
-    return spans.span(name, **attributes) if spans else nullcontext(attributes)
+NO_SPANS = NoSpans()
+
+
+def build_spans(track_spans: str) -> Spans:
+    """Returns the recorder for --track-spans."""
+    return NO_SPANS if track_spans == "none" else Spans()
 
 
 @dataclass
 class Stopwatch:
-    """Seconds of each stage of a step, as `time/<stage>`; each is a span as well, if spans are recorded."""
+    """Measures the seconds of each stage of a step, as `time/<stage>`; each is also a span, if spans are recorded."""
 
-    spans: Spans | None = None
+    spans: Spans = NO_SPANS
     laps: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times the block."""
         start = time.perf_counter()
-        with span(self.spans, name):
+        with self.spans.span(name):
             yield
         self.laps[f"time/{name}"] = time.perf_counter() - start

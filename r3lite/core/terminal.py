@@ -6,8 +6,9 @@ JOINERS = "\u200c\u200d"  # not printed, but letters of Persian and parts of emo
 
 
 def printable(text: str) -> str:
-    """A text without control characters, which could steer a terminal; line breaks and JOINERS stay."""
-    return "".join(c if c.isprintable() or c == "\n" or c in JOINERS else " " for c in text)
+    """Returns a text without control characters, which could steer a terminal; line breaks and JOINERS stay."""
+    harmless = JOINERS + "\n"
+    return "".join(c if c.isprintable() or c in harmless else " " for c in text)
 
 
 def say(text: str) -> None:

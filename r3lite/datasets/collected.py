@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.command import refuse_another_run, refuse_other_inputs
+from r3lite.core.earlier_output import refuse_another_run, refuse_other_inputs
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_text
@@ -118,8 +118,10 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
 
     if source == "gold":
         if output.exists() and output.stat().st_size:
-            raise R3LiteError(f"--output {output} exists and is not empty", "Pass a new file, or delete it.")
-        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", known=False)
+            raise R3LiteError(
+                f"--output {output} exists and is not empty", "Pass a new file, or delete it.", code="output-not-empty"
+            )
+        recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", confirmed=False)
         return Earlier([], [])
     settings = config_of(output)
     rejections = rejections_of(output)
@@ -129,8 +131,8 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         refuse_another_run(settings, "collect", config, output, MORE)
     command = f"collect --source {source}"
     return Earlier(
-        recover_jsonl(output, is_kept, command, known=is_continued),
-        recover_jsonl(rejections, is_rejected, command, known=is_continued),
+        recover_jsonl(output, is_kept, command, confirmed=is_continued),
+        recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
     )
 
 
@@ -155,15 +157,15 @@ def check_output(output: Path, config: Any) -> None:
     remedy = "Pass a new file that ends in .jsonl."
     inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
     inputs += [("--exclude", path) for path in config.data.exclude or ()]
-    with explained(OSError, f"--output {output} cannot be written", "Pass another file."):
+    with explained(OSError, f"--output {output} cannot be written", "Pass another file.", code="output-unwritable"):
         for flag, path in inputs:
             if path and output.exists() and Path(path).exists() and output.samefile(path):
-                raise R3LiteError(f"--output {output} is also the file of {flag}", remedy)
+                raise R3LiteError(f"--output {output} is also the file of {flag}", remedy, code="output-is-input")
         if output.exists() and not output.is_file():
             kind = "device"
             if output.is_dir():
                 kind = "folder"
-            raise R3LiteError(f"--output {output} is a {kind}", remedy)
+            raise R3LiteError(f"--output {output} is a {kind}", remedy, code="not-a-file")
         check_writable(Path(os.path.realpath(output)).parent)
         if output.exists():
             open(output, "ab").close()

@@ -318,7 +318,9 @@ def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
         if isinstance(value, str) and not value.strip():
             continue
         cause = f"{record.source.where}: {record.path}{key} is {shown(value)}, but the key is unknown here"
-        raise InvalidRecord(cause, f"Remove the key if it is not needed. Known keys: {', '.join(allowed)}.")
+        raise InvalidRecord(
+            cause, f"Remove the key if it is not needed. Known keys: {', '.join(allowed)}.", code="unknown-row-key"
+        )
 
 
 def layout_of(row: Record, other_keys: Iterable[str] = ()) -> tuple[str, ...] | None:

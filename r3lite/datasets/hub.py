@@ -41,8 +41,8 @@ def files_of(data: str) -> list[Path]:
         repository, subset, split = parts
         return _download(repository, subset, split)
     if path.is_dir():
-        raise R3LiteError(f"--data {data} is a folder", "Pass a file in it.")
-    raise R3LiteError(f"--data {data}: no such file", NAME_DATA)
+        raise R3LiteError(f"--data {data} is a folder", "Pass a file in it.", code="data-is-folder")
+    raise R3LiteError(f"--data {data}: no such file", NAME_DATA, code="data-absent")
 
 
 def hub_string(data: str) -> tuple[str, str, str] | None:
@@ -55,7 +55,11 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
         if len(parts) == 2:
             split = parts[1]
         if split not in ("train", "validation", validation):
-            raise R3LiteError(f"{name} has no split {split!r} with answers", f"Pass {name},train or {name},validation.")
+            raise R3LiteError(
+                f"{name} has no split {split!r} with answers",
+                f"Pass {name},train or {name},validation.",
+                code="split-absent",
+            )
         if split != "train":
             split = validation
         return repository, subset, split
@@ -94,12 +98,16 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
             paths.append(_checked(Path(path), checksums[file_name]))
         return paths
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise R3LiteError(f"the hub has no readable data set {name!r}", "Check the name, or set HF_TOKEN.") from error
+        raise R3LiteError(
+            f"the hub has no readable data set {name!r}", "Check the name, or set HF_TOKEN.", code="dataset-absent"
+        ) from error
     except (OSError, client_error) as error:
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"{type(error).__name__}: {first_line}"
         remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file as --data."
-        raise R3LiteError(f"the data set {name!r} cannot be downloaded: {reason}", remedy) from error
+        raise R3LiteError(
+            f"the data set {name!r} cannot be downloaded: {reason}", remedy, code="download-failed"
+        ) from error
 
 
 def _data_files(siblings: list | None) -> dict[str, str | None]:
@@ -117,7 +125,11 @@ def _data_files(siblings: list | None) -> dict[str, str | None]:
 def _checked(path: Path, checksum: str | None) -> Path:
     """Returns the path of a downloaded file; raises R3LiteError unless it has the hub's checksum."""
     if checksum is not None and sha256(path) != checksum:
-        raise R3LiteError(f"{path} is damaged: its SHA-256 is not that of the hub", f"Delete {path}, and try again.")
+        raise R3LiteError(
+            f"{path} is damaged: its SHA-256 is not that of the hub",
+            f"Delete {path}, and try again.",
+            code="download-damaged",
+        )
     return path
 
 
@@ -181,11 +193,17 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
         of_kind = [file for file in candidates if file.endswith(kind)]
         folders = sorted({str(PurePosixPath(file).parent) for file in of_kind})
         if len(folders) > 1:
-            raise R3LiteError(f"{name} has several subsets: {', '.join(folders)}", f"Pass {name},SUBSET,{split}.")
+            raise R3LiteError(
+                f"{name} has several subsets: {', '.join(folders)}",
+                f"Pass {name},SUBSET,{split}.",
+                code="subset-ambiguous",
+            )
         if of_kind:
             return of_kind
     available = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"
-    raise R3LiteError(f"{name} has no file for subset {subset!r} and split {split!r}", f"It has {available}.")
+    raise R3LiteError(
+        f"{name} has no file for subset {subset!r} and split {split!r}", f"It has {available}.", code="subset-absent"
+    )
 
 
 def _names(path: str, word: str) -> bool:

@@ -55,7 +55,11 @@ def read_with_rows(
     if unanswerable:
         print(f"{data}: skipped {unanswerable} unanswerable questions", file=sys.stderr)
     if not questions:
-        raise R3LiteError(f"{data} has no usable question", "Pass HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.")
+        raise R3LiteError(
+            f"{data} has no usable question",
+            "Pass HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.",
+            code="no-usable-questions",
+        )
     return questions
 
 

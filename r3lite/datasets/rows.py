@@ -61,7 +61,7 @@ def converted_rows(
     if bad:
         print(f"{data}: skipped {len(bad)} bad rows; the first: {bad[0].cause}", file=sys.stderr)
     if needed and not converted:
-        raise R3LiteError(f"{data} has no usable {needed}", remedy)
+        raise R3LiteError(f"{data} has no usable {needed}", remedy, code="no-usable-rows")
     return converted
 
 
@@ -82,7 +82,9 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """Yields the elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
-    with explained((OSError, UnicodeDecodeError), f"{path} cannot be read", "Pass a UTF-8 JSON file."):
+    with explained(
+        (OSError, UnicodeDecodeError), f"{path} cannot be read", "Pass a UTF-8 JSON file.", code="data-unreadable"
+    ):
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
     number = 0
     place = _after_space(text, text.index("[") + 1)
@@ -90,7 +92,11 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         number += 1
         where = f"{path}, row {number}"
         if place >= len(text):
-            raise R3LiteError(f"{path} ends in row {number}, without the closing ]", "Download the file again.")
+            raise R3LiteError(
+                f"{path} ends in row {number}, without the closing ]",
+                "Download the file again.",
+                code="array-truncated",
+            )
         problem = None
         try:
             value, end = parse_at(text, place)
@@ -100,18 +106,24 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
             problem = error.cause
             end = end_of(text, place)
             if end is None:
-                raise R3LiteError(f"{where}: {problem}", "Fix the row, or download the file again.") from error
+                raise R3LiteError(
+                    f"{where}: {problem}", "Fix the row, or download the file again.", code="bad-array-row"
+                ) from error
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
-            on_bad(InvalidRecord(f"{where}: {problem}", MEND))
+            on_bad(InvalidRecord(f"{where}: {problem}", MEND, code="bad-row"))
         place = _after_space(text, end)
         if text[place : place + 1] == ",":
             place = _after_space(text, place + 1)
         elif place < len(text) and text[place] != "]":
-            raise R3LiteError(f"{where}: a comma is missing after it", "Fix the file, or download it again.")
+            raise R3LiteError(
+                f"{where}: a comma is missing after it", "Fix the file, or download it again.", code="array-comma"
+            )
     if text[place + 1 :].strip():
-        raise R3LiteError(f"{path}: extra data after the end of the array", "A file must contain one array.")
+        raise R3LiteError(
+            f"{path}: extra data after the end of the array", "A file must contain one array.", code="array-trailing"
+        )
 
 
 def _after_space(text: str, place: int) -> int:
@@ -128,7 +140,9 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
     failures = (pyarrow.ArrowException, OSError)
-    with explained(failures, f"{path} cannot be read as parquet", "Download the file again."):
+    with explained(
+        failures, f"{path} cannot be read as parquet", "Download the file again.", code="parquet-unreadable"
+    ):
         file = pyarrow.parquet.ParquetFile(path)
         json_fields = [field for field in file.schema_arrow if _has_json(field)]
         batches = file.iter_batches(batch_size=256)
@@ -138,7 +152,7 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
             try:
                 decoded = {field.name: _decoded(row[field.name], field) for field in json_fields}
             except InvalidRecord as error:
-                on_bad(InvalidRecord(f"{source.where}: {error.cause}", MEND))
+                on_bad(InvalidRecord(f"{source.where}: {error.cause}", MEND, code=error.code))
                 continue
             yield Record(row | decoded, source)
 

@@ -74,7 +74,11 @@ class Harvest:
                 groups = _sample_groups(block, sample, config)
                 failures = _failures(groups)
                 if len(failures) == len(block):
-                    raise R3LiteError(f"the retriever failed: {failures[block[0].id]}", "Fix that, and run it again.")
+                    raise R3LiteError(
+                        f"the retriever failed: {failures[block[0].id]}",
+                        "Fix that, and run it again.",
+                        code="retriever-failed",
+                    )
                 self.failed += failures.values()
                 selections = {}
                 for id, group in groups.items():

@@ -48,7 +48,10 @@ CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
     """Returns the sources; none if there is --data alone. Raises UsageError for both."""
     if data.data and mixture.sources:
-        raise UsageError("--data and [[sources]] are both given: pass one (--sources none unsets those of a file)")
+        raise UsageError(
+            "--data and [[sources]] are both given: pass one (--sources none unsets those of a file)",
+            code="data-and-sources",
+        )
     return mixture.sources or ()
 
 
@@ -138,7 +141,11 @@ def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     for name, of_source in rows.items():
         if not of_source:
             cause = f"the source {name} has no rows left to train on: all are held out for validation"
-            raise R3LiteError(cause, "Lower --validation-fraction or --validation-rows, or remove the source.")
+            raise R3LiteError(
+                cause,
+                "Lower --validation-fraction or --validation-rows, or remove the source.",
+                code="source-all-held-out",
+            )
     encoded = []
     for name, of_source in rows.items():
         where = ""
@@ -171,7 +178,9 @@ def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> lis
         of_source = without(_questions(entry, data), data.exclude, data.skip_bad_rows)
         for id, count in Counter(question.id for question in of_source).items():
             if count > 1:
-                raise R3LiteError(f"the source {name}: duplicate id {id!r}", "Make the ids unique.")
+                raise R3LiteError(
+                    f"the source {name}: duplicate id {id!r}", "Make the ids unique.", code="source-duplicate-id"
+                )
         questions += [replace(question, id=f"{name}/{question.id}", source=name) for question in of_source]
     return questions
 
@@ -252,7 +261,7 @@ def _named(entry: SourceEntry) -> Iterator[None]:
         yield
     except R3LiteError as error:
         cause = error.cause.removeprefix("--data ")
-        raise R3LiteError(f"the source {entry['name']}: {cause}", error.remedy) from error
+        raise R3LiteError(f"the source {entry['name']}: {cause}", error.remedy, code="bad-source") from error
 
 
 def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:

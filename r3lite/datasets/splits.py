@@ -81,7 +81,11 @@ def drawn_to_train(
     elif rl_size:
         train = sampled(stream, questions, max(0, len(questions) - rl_size), setting="")
     if not train:
-        raise R3LiteError("no question is left for train.jsonl", "Lower --dev-size, --test-size or --rl-size.")
+        raise R3LiteError(
+            "no question is left for train.jsonl",
+            "Lower --dev-size, --test-size or --rl-size.",
+            code="split-leaves-nothing",
+        )
     in_train = set(train)
     remaining = [question for question in questions if question not in in_train]
     return train, sampled(stream, remaining, rl_size, setting="--rl-size is")
@@ -110,7 +114,7 @@ def sampled(stream: random.Random, questions: list[str], count: int, setting: st
     """Returns a sample of `count` questions, in their order; `setting` begins the error if there are fewer."""
     if count > len(questions):
         cause = f"{setting} {count:,}, but there are only {len(questions):,} questions"
-        raise R3LiteError(cause, "Pass a smaller size.")
+        raise R3LiteError(cause, "Pass a smaller size.", code="too-few-questions")
     places = sorted(stream.sample(range(len(questions)), count))
     return [questions[place] for place in places]
 
@@ -152,5 +156,9 @@ def without(
     message = f"--exclude: left out {by_id + by_text} of {len(questions)} questions ({by_id} by id, {by_text} by text)"
     print(message, file=sys.stderr)
     if not remaining:
-        raise R3LiteError("--exclude leaves no question", "Pass other questions or fewer files to --exclude.")
+        raise R3LiteError(
+            "--exclude leaves no question",
+            "Pass other questions or fewer files to --exclude.",
+            code="exclude-leaves-nothing",
+        )
     return remaining

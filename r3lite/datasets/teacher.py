@@ -78,7 +78,7 @@ class Teacher:
                     break
                 if len(missing) == len(attempts):
                     cause = f"the teacher does not reply: {missing[0]}"
-                    raise R3LiteError(cause, "Run the command again to continue.")
+                    raise R3LiteError(cause, "Run the command again to continue.", code="teacher-silent")
         counts = self.client.counts()
         tally.extra["requests"] = counts["calls"]
         tally.extra["replies from the cache"] = counts["cache_hits"]

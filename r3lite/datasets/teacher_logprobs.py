@@ -60,7 +60,11 @@ def parts_done(folder: Path, origin: Origin) -> int:
         foreign.remove(part.name)
         count += 1
     if foreign:
-        raise R3LiteError(f"{folder} is not a cache of log-probabilities: it holds {min(foreign)}", ANOTHER)
+        raise R3LiteError(
+            f"{folder} is not a cache of log-probabilities: it holds {min(foreign)}",
+            ANOTHER,
+            code="not-a-logprob-cache",
+        )
     return count
 
 
@@ -71,7 +75,9 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
     for name, value in asdict(origin).items():
         value_of_part = metadata.get(name)
         if value_of_part != value:
-            raise R3LiteError(f"{path} was made with another {name}: {value_of_part}, not {value}", ANOTHER)
+            raise R3LiteError(
+                f"{path} was made with another {name}: {value_of_part}, not {value}", ANOTHER, code="logprobs-differ"
+            )
 
 
 def write_part(
@@ -83,7 +89,7 @@ def write_part(
 ) -> None:
     """Writes rows and the teacher's distributions along each of them as part 0, 1, ..."""
     tokens = [token for row in rows for token in row.tokens]
-    loss_mask = [has_loss for row in rows for has_loss in row.loss_mask]
+    loss_mask = [has_loss for row in rows for has_loss in row.action_mask]
     tensors = {
         "sizes": torch.tensor([len(row.tokens) for row in rows]),
         "tokens": torch.tensor(tokens, dtype=torch.int32),
@@ -101,7 +107,11 @@ def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
 
 def _manifest(folder: Path) -> tuple[Record, Origin]:
     if not (folder / MANIFEST).is_file():
-        raise R3LiteError(f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
+        raise R3LiteError(
+            f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}",
+            GO_ON,
+            code="logprobs-incomplete",
+        )
     record = read_record(folder / MANIFEST, ANOTHER)
     values = {field.name: record.text(field.name) for field in fields(Origin)}
     return record, Origin(**values)
@@ -123,7 +133,11 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     record, origin = _manifest(folder)
     if origin.tokenizer != tokenizer:
         cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
-        raise R3LiteError(cause, "Use a teacher of the policy's model family: both need the same tokenizer.")
+        raise R3LiteError(
+            cause,
+            "Use a teacher of the policy's model family: both need the same tokenizer.",
+            code="teacher-tokenizer-differs",
+        )
     lessons: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for start in range(0, len(questions), PART):
@@ -133,7 +147,11 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
             lessons.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in lessons.values()), default=0)
     if size > longest:
-        raise R3LiteError(f"{folder} has a row of {size} tokens, but --max-length is {longest}", "Raise --max-length.")
+        raise R3LiteError(
+            f"{folder} has a row of {size} tokens, but --max-length is {longest}",
+            "Raise --max-length.",
+            code="logprob-row-too-long",
+        )
     return lessons
 
 
@@ -144,7 +162,7 @@ def _read_part(path: Path) -> list[Lesson]:
     masks_of_rows = tensors["loss_mask"].split(sizes)
     rows = []
     for tokens, mask in zip(tokens_of_rows, masks_of_rows, strict=True):
-        rows.append(Row(tokens.tolist(), mask.tolist()))
+        rows.append(Row(tokens=tokens.tolist(), action_mask=mask.tolist()))
     top_tokens = TopTokens(tensors["ids"], tensors["logprobs"])
     of_rows = top_tokens.split([row.loss_tokens for row in rows])
     return [Lesson(row, of_row) for row, of_row in zip(rows, of_rows, strict=True)]

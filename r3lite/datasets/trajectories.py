@@ -17,6 +17,7 @@ from tqdm import tqdm
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
+from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.conversations import (
     KNOWN_LAYOUTS,
     LAYOUTS,
@@ -63,19 +64,17 @@ Example = Trajectory | Conversation
 Rows = dict[str, list[Example]]  # by the names of their sources
 
 
-@dataclass
-class Row:
-    """Token ids of a row, and which of them have loss."""
+@dataclass(kw_only=True)
+class Row(TokenRecord):
+    """The tokens of a row, of which the actions have loss."""
 
-    tokens: list[int]
-    loss_mask: list[bool]
     shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
     source: str = ""  # the name of the source that it is from, if there are several
 
     @property
     def loss_tokens(self) -> int:
         """The number of tokens that have loss. The first token of a row has none before it that could predict it."""
-        return sum(self.loss_mask[1:])
+        return sum(self.action_mask[1:])
 
 
 def read_rows(
@@ -239,7 +238,7 @@ def _named(row: Conversation) -> Iterator[None]:
     try:
         yield
     except R3LiteError as error:
-        raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy) from error
+        raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy, code=error.code) from error
 
 
 def encode_row(row: Example, layout: Layout) -> Row | None:
@@ -252,19 +251,23 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
     if isinstance(row, Conversation):
         with _named(row):
             if row.has_tools:
-                tokens, loss_mask = tool_chat(layout.tokenizer, row.messages, row.tools)
+                tokens, mask = tool_chat(layout.tokenizer, row.messages, row.tools)
             else:
-                tokens, loss_mask = layout.tokenizer.chat(row.messages)
+                tokens, mask = layout.tokenizer.chat(row.messages)
         if len(tokens) > lengths.max_length:
             return None
-        return Row(tokens, loss_mask)
+        return Row(tokens=tokens, action_mask=mask)
     question = Question(row.id, row.question, row.answers)
     limit = lengths.max_document_tokens
     while True:
         transcript = layout.lay_out(question, row.steps, limit)
         if len(transcript.tokens) <= lengths.max_length:
             is_shortened = limit < lengths.max_document_tokens
-            return Row(transcript.tokens, transcript.action_mask, shortened=is_shortened)
+            return Row(
+                tokens=transcript.tokens,
+                action_mask=transcript.action_mask,
+                shortened=is_shortened,
+            )
         limit //= 2
         if limit < LEAST_DOCUMENT:
             return None
@@ -290,8 +293,8 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
     if too_long:
         print(f"{where}left out {too_long} of {len(parts)} rows, longer than {max_length} tokens", file=sys.stderr)
     if not encoded:
-        raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.")
-    assert all(any(row.loss_mask) for row in encoded)
+        raise R3LiteError(f"{where}no row fits in {max_length} tokens", "Raise --max-length.", code="no-row-fits")
+    assert all(any(row.action_mask) for row in encoded)
     return encoded
 
 
@@ -312,5 +315,5 @@ def fingerprint(rows: Sequence[Row]) -> str:
     """Returns the CRC-32 of tokens and masks, so that a run is not resumed on other data under the same name."""
     value = 0
     for row in rows:
-        value = zlib.crc32(repr((row.tokens, row.loss_mask)).encode(), value)
+        value = zlib.crc32(repr((row.tokens, row.action_mask)).encode(), value)
     return f"{value:08x}"

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted on any device: what a step really keeps, whatever an allocator adds."""
+"""Bytes of live tensors, counted on any device: those that a step really keeps, whatever an allocator adds."""
 
 import weakref
 
@@ -26,7 +26,10 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = self.host = self.most_host = 0
+        self.live = 0  # bytes, now
+        self.peak = 0  # bytes, at most so far
+        self.host = 0
+        self.most_host = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # by storage: the device's bytes and the host's
 
     @property
@@ -44,19 +47,26 @@ class LiveTensors(TorchDispatchMode):
         for tensor in tree_leaves(tree):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                key, size = storage._cdata, -(-storage.nbytes() // GRAIN) * GRAIN
+                key = storage._cdata
+                size = -(-storage.nbytes() // GRAIN) * GRAIN
                 host = size if getattr(storage, "is_host_part", False) else 0
                 if key not in self._sizes:
                     weakref.finalize(storage, self._forget, key)
-                self._replace(key, size - host, host)
+                self._replace(key, live=size - host, host=host)
         self.peak = max(self.peak, self.live)
 
     def _forget(self, key: int) -> None:
-        self._replace(key, 0, 0)
+        self._replace(key, live=0, host=0)
         del self._sizes[key]
 
-    def _replace(self, key: int, live: int, host: int) -> None:
-        before = self._sizes.get(key, (0, 0))
-        self.live, self.host = self.live + live - before[0], self.host + host - before[1]
+    def _replace(
+        self,
+        key: int,
+        live: int,
+        host: int,
+    ) -> None:
+        old_live, old_host = self._sizes.get(key, (0, 0))
+        self.live += live - old_live
+        self.host += host - old_host
         self.most_host = max(self.most_host, self.host)
         self._sizes[key] = live, host

@@ -12,7 +12,7 @@ import torch
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import dtype_name, resolve_dtype
 
-# What nvidia-smi is asked for: its names, and ours. A value that a driver does not tell is left out.
+# The values that nvidia-smi is asked for: its names, and ours. A value that a driver does not report is left out.
 ASKED = {
     "driver_version": "driver",
     "pstate": "power_state",
@@ -26,7 +26,7 @@ ASKED = {
 
 
 def describe(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
-    """This machine, as doctor.json has it. Sizes are in MiB; `driver` is what `ask_driver` found."""
+    """Returns the facts of this machine, as doctor.json has them. Sizes are in MiB; `driver` is from `ask_driver`."""
     memory = host_memory()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -51,56 +51,69 @@ def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "total_mib": total // MIB,
         "free_mib": free // MIB,
         "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
-        "told": driver,  # what the driver reports, see ASKED
+        "told": driver,  # by the driver, see ASKED
     }
 
 
-def lines(found: dict[str, Any]) -> dict[str, str]:
-    """What `describe` found, for people."""
-    memory = "" if found["memory_mib"] is None else f", {found['memory_mib'] / 1024:.1f} GiB"
-    build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA"
-    shown = {
-        "system": f"{found['system']}, Python {found['python']}",
-        "processor": f"{found['processor']}, {found['cores']} cores, {found['threads']} threads used{memory}",
-        "PyTorch": f"{found['torch']}, {build}",
-        "device": f"{found['device']}, default precision {found['default_dtype']}",
+def lines(machine: dict[str, Any]) -> dict[str, str]:
+    """Returns the facts of `describe` as texts for people, by their labels."""
+    memory = ""
+    if machine["memory_mib"] is not None:
+        memory = f", {machine['memory_mib'] / 1024:.1f} GiB"
+    build = f"CUDA {machine['cuda']}" if machine["cuda"] else "no CUDA"
+    texts = {
+        "system": f"{machine['system']}, Python {machine['python']}",
+        "processor": f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads used{memory}",
+        "PyTorch": f"{machine['torch']}, {build}",
+        "device": f"{machine['device']}, default precision {machine['default_dtype']}",
     }
-    if card := found["card"]:
+    card = machine["card"]
+    if card:
         pinned = "can be pinned" if card["pins_memory"] else "cannot be pinned, so offloading is slower"
-        shown["GPU"] = f"{card['name']}, compute capability {card['capability']}"
-        shown["GPU memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; host memory {pinned}"
-        shown["driver"] = _driver(card["told"])
-    return shown
+        texts["GPU"] = f"{card['name']}, compute capability {card['capability']}"
+        texts["GPU memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; host memory {pinned}"
+        texts["driver"] = _driver(card["told"])
+    return texts
 
 
-def _driver(reported: dict[str, str]) -> str:
-    if not reported:
+def _driver(values: dict[str, str]) -> str:
+    """Returns the values of a card's driver as a text."""
+    if not values:
         return "unknown: nvidia-smi is missing or failed"
-    parts = [reported.get("driver", "version unknown")]
-    for name, form in {"power_state": "{}", "watts": "{} W", "clock_mhz": "{} MHz", "celsius": "{} C"}.items():
-        if name in reported:
-            limit = f" of {reported[name + '_limit']}" if name + "_limit" in reported else ""
-            parts.append(form.format(reported[name] + limit))
+    parts = [values.get("driver", "version unknown")]
+    units = {"power_state": "", "watts": " W", "clock_mhz": " MHz", "celsius": " C"}
+    for name, unit in units.items():
+        if name not in values:
+            continue
+        text = values[name]
+        if name + "_limit" in values:
+            text += f" of {values[name + '_limit']}"
+        parts.append(text + unit)
     return ", ".join(parts)
 
 
 def ask_driver(card: str = "0") -> dict[str, str]:
-    """What nvidia-smi says of a card, by its number or UUID: see ASKED. Empty if there is no nvidia-smi, or no answer.
+    """Asks nvidia-smi for a card's values, by its number or UUID: see ASKED. Empty if there is no answer.
 
-    Ask before CUDA is used: `used_mib` has what other programs hold then, and later this one's context too.
+    Ask before CUDA is used: `used_mib` has the memory that other programs hold then, and later this one's context too.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
     query = [f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", f"--id={card}"]
     try:
-        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=20)
+        process = subprocess.run([program, *query], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):  # a driver that hangs or is half removed
         return {}
-    values = [value.strip() for value in done.stdout.strip().split("\n")[0].split(",")]
-    if done.returncode or len(values) != len(ASKED):
+    line = process.stdout.strip().split("\n")[0]
+    values = [value.strip() for value in line.split(",")]
+    if process.returncode or len(values) != len(ASKED):
         return {}
-    return {ours: value for ours, value in zip(ASKED.values(), values) if value and "[" not in value}  # [N/A]
+    reported = {}
+    for name, value in zip(ASKED.values(), values):
+        if value and "[" not in value:  # [N/A]
+            reported[name] = value
+    return reported
 
 
 def _pins_memory() -> bool:
@@ -112,15 +125,17 @@ def _pins_memory() -> bool:
 
 
 def processor() -> str:
-    """The processor's name, of /proc/cpuinfo if there is one."""
+    """Returns the processor's name, from /proc/cpuinfo if there is one."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
 
 
 def host_memory() -> int | None:
-    """Bytes of the host's memory; None if the system does not say it this way."""
+    """Returns the bytes of the host's memory; None if the system does not report it this way."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
         return None

@@ -27,26 +27,32 @@ class NonFiniteGradients(NotFinite):
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU.
+    """Returns the device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU.
 
     On CUDA, this process then does without cuDNN's attention, which PyTorch prefers from Hopper on: it plans anew for
     every shape, and nearly every batch here has another one.
     """
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if device == "auto":
-        device = next(name for name, here in found.items() if here)
+        device = next(name for name, is_available in available.items() if is_available)
         if device == "cpu":
             _warn_of_unused_card()
-    if not found[device]:
+    if not available[device]:
         cause = f"--device is {device}, but this PyTorch ({torch.__version__}) finds no such device"
-        raise R3LiteError(cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}")
+        raise R3LiteError(
+            cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}", code="device-absent"
+        )
     if device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(device)
 
 
 def has_nvidia_card() -> bool:
-    """Whether the machine has an NVIDIA card's driver, whatever PyTorch can use."""
+    """Returns True if the machine has an NVIDIA card's driver, whatever PyTorch can use."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists()
 
 
@@ -59,7 +65,7 @@ def _warn_of_unused_card() -> None:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 natively; if not, it is emulated, and slower than fp32."""
+    """Returns True if the processor multiplies bf16 natively; if not, it is emulated, and slower than fp32."""
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False
     # One of the tested versions lacks this function; on Linux the same is in a file.
@@ -71,19 +77,23 @@ def _cpu_has_bf16() -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As --dtype has it: fp32, bf16 or fp16."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    """Returns the name of a dtype in --dtype: fp32, bf16 or fp16."""
+    return next(name for name, value in DTYPES.items() if value == dtype)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of `--dtype`. `auto` is bf16 if the device has it, else fp16, or fp32 on a CPU."""
+    """Returns the dtype of `--dtype`. `auto` is bf16 if the device has it, else fp16, or fp32 on a CPU."""
     if dtype != "auto":
         return DTYPES[dtype]
-    if device.type == "cuda":  # cards before Ampere emulate bf16, slowly
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if device.type == "mps":
-        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # cards before Ampere emulate it, slowly
+    elif device.type == "mps":
+        has_bf16 = torch.backends.mps.is_macos_or_newer(14, 0)
+    else:
+        has_bf16 = _cpu_has_bf16()
+    if has_bf16:
+        return torch.bfloat16
+    return torch.float16 if device.type in ("cuda", "mps") else torch.float32
 
 
 class Precision:
@@ -94,20 +104,27 @@ class Precision:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = 0  # steps
+        self.skipped_in_a_row = 0
         # Since the loop last cleared them: whether weights may have changed, and whether an update has begun, which
         # other processes may complete; see interrupts.py.
-        self.changed_weights = self.updating = False
+        self.changed_weights = False
+        self.updating = False
 
     def autocast(self) -> AbstractContextManager:
-        """A context in which matrix products are in the run's dtype; in fp32 one that does nothing."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+        """Returns a context in which matrix products are in the run's dtype; in fp32 one that does nothing."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a scalar loss, scaled in fp16."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
@@ -124,7 +141,9 @@ class Precision:
         if self.scaler is None and not finite:
             optimizer.zero_grad(set_to_none=True)
             remedy = "Lower --learning-rate, or look for broken rows in --data; the latest checkpoint is not affected."
-            raise NonFiniteGradients(f"the gradients are not finite (norm {norm}); nothing was updated", remedy)
+            raise NonFiniteGradients(
+                f"the gradients are not finite (norm {norm}); nothing was updated", remedy, code="gradients-not-finite"
+            )
         self.changed_weights = True
         if finite:
             optimizer.step()  # not the scaler's, which would wait for the device; the norm shows what is finite
@@ -135,14 +154,19 @@ class Precision:
         return norm, not finite
 
     def _count(self, skipped: bool) -> None:
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             cause = f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale"
-            raise NonFiniteGradients(cause, "Pass --dtype bf16 if the GPU supports it, else --dtype fp32.")
+            raise NonFiniteGradients(
+                cause, "Pass --dtype bf16 if the GPU supports it, else --dtype fp32.", code="fp16-overflow"
+            )
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps, as JSON values."""
+        """Returns the state that a checkpoint keeps, as JSON values."""
         return {
             "dtype": str(self.dtype),
             "device": self.device.type,
@@ -154,15 +178,23 @@ class Precision:
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
         saved = Record(state, Source("the checkpoint's precision", "Pass another checkpoint."))
-        for what in ("dtype", "device"):
-            here = self.state_dict()[what]
-            if saved.text(what) != here:
-                cause = f"the checkpoint has {what} {saved.text(what)}, but this run has {here}"
-                raise R3LiteError(cause, f"Pass the first run's --{what}, or start a new run with --adapter.")
-        self.skipped, self.skipped_in_a_row = saved.whole("skipped"), saved.whole("skipped_in_a_row")
+        current = self.state_dict()
+        for setting in ("dtype", "device"):
+            if saved.text(setting) != current[setting]:
+                cause = f"the checkpoint has {setting} {saved.text(setting)}, but this run has {current[setting]}"
+                raise R3LiteError(
+                    cause,
+                    f"Pass the first run's --{setting}, or start a new run with --adapter.",
+                    code="checkpoint-precision-differs",
+                )
+        self.skipped = saved.whole("skipped")
+        self.skipped_in_a_row = saved.whole("skipped_in_a_row")
         if self.scaler is not None:
-            scaler = saved.record("scaler")
+            saved_scaler = saved.record("scaler")
             state = self.scaler.state_dict()
-            for key, value in state.items():  # by the types: growth_interval and its counter are whole numbers
-                state[key] = scaler.whole(key) if isinstance(value, int) else scaler.number(key, low=0, above=True)
+            for key, value in state.items():
+                if isinstance(value, int):  # growth_interval and its counter
+                    state[key] = saved_scaler.whole(key)
+                else:
+                    state[key] = saved_scaler.number(key, low=0, above=True)
             self.scaler.load_state_dict(state)

@@ -5,17 +5,18 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """States of PyTorch's default generators, by device, as bytes."""
+    """Returns the states of PyTorch's default generators, by device, as bytes."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
-        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+        for i, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"cuda.{i}"] = state
     if torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()
     return states
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """The inverse of `random_state`; states of devices that this machine lacks are ignored."""
+    """Restores the states of `random_state`; those of devices that this machine lacks are ignored."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):

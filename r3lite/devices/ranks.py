@@ -21,14 +21,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from r3lite.core.command import Terminated, World
 from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.exit_status import Terminated
+from r3lite.core.processes import World
 
 T = TypeVar("T")
 BEAT = 1.0  # seconds between a rank's signs of life
 SILENCE = 18  # beats without one, after which a rank counts as dead; the first steps must have begun
 GRACE = 8  # seconds in which a rank saves and ends when another one is gone; then it is ended
-ALIVE, OVER, GONE = "alive", "over", "gone"
+# Words with which a rank begins its signs.
+ALIVE = "alive"
+OVER = "over"
+GONE = "gone"
 LATER = timedelta(days=30)  # a rank may wait long for another's rollouts: who is dead, the signs of life tell
 GO_ON = "See its own message; without one, it was killed or its machine is down. Continue with --resume auto."
 
@@ -38,43 +42,46 @@ class RankLost(R3LiteError):
 
 
 def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """The rows of each of `size` ranks, by the rows' tokens: the longest first, each to the rank with fewest so far."""
-    made: list[list[int]] = [[] for _ in range(size)]
+    """Divides rows among `size` ranks by the rows' tokens: the longest first, each to the rank with fewest so far."""
+    rows_by_rank: list[list[int]] = [[] for _ in range(size)]
     tokens = [0] * size
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        least = min(range(size), key=tokens.__getitem__)
-        made[least].append(row)
-        tokens[least] += lengths[row]
-    return [sorted(rows) for rows in made]
+        rank = min(range(size), key=tokens.__getitem__)
+        rows_by_rank[rank].append(row)
+        tokens[rank] += lengths[row]
+    return [sorted(rows) for rows in rows_by_rank]
 
 
 class Ranks:
     """The ranks of a run, as one of them sees it: here the only one. All ranks call every method but `share`."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes files and asks a judge."""
+        """True for the rank that writes files and asks a judge."""
         return self.rank == 0
 
     def share(self, lengths: Sequence[int]) -> list[int]:
-        """The rows that this rank runs the model on, given the tokens of each row; all of them if it is alone."""
-        return list(range(len(lengths))) if self.size == 1 else shares(lengths, self.size)[self.rank]
+        """Returns the rows that this rank runs the model on, by the tokens of each row; all of them if it is alone."""
+        if self.size == 1:
+            return list(range(len(lengths)))
+        return shares(lengths, self.size)[self.rank]
 
     def begin_step(self, name: str) -> None:
         """Gives each rank a dropout of its own, which follows from the step's name. One process goes on as before."""
 
-    def gather(self, mine: T) -> list[T]:
-        """What all ranks have, in their order; tensors in host memory."""
-        return [mine]
+    def gather(self, value: T) -> list[T]:
+        """Returns the values that all ranks pass, in their order; tensors in host memory."""
+        return [value]
 
     def shared(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, which alone calls it."""
+        """Returns the result of `make` on the first rank, which alone calls it."""
         return make()
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank has the flag."""
+        """Returns True if any rank passes True."""
         return flag
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -86,16 +93,17 @@ class Ranks:
 
     def require_same(self, facts: dict[str, Any]) -> None:
         """Raises R3LiteError on all ranks if a fact is not the same on all of them."""
-        found = self.gather(facts)
-        wrong = [
-            f"{name} (rank 0: {value}, rank {rank}: {other.get(name)})"
-            for name, value in found[0].items()
-            for rank, other in enumerate(found)
-            if other.get(name) != value
-        ]
-        if wrong:
+        facts_by_rank = self.gather(facts)
+        differences = []
+        for name, value in facts_by_rank[0].items():
+            for rank, rank_facts in enumerate(facts_by_rank):
+                if rank_facts.get(name) != value:
+                    differences.append(f"{name} (rank 0: {value}, rank {rank}: {rank_facts.get(name)})")
+        if differences:
             remedy = "Start torchrun with the same arguments, r3lite version and files on all machines."
-            raise R3LiteError(f"the processes of this run differ in {'; '.join(wrong)}", remedy)
+            raise R3LiteError(
+                f"the processes of this run differ in {'; '.join(differences)}", remedy, code="processes-differ"
+            )
 
 
 ALONE = Ranks()
@@ -108,60 +116,89 @@ class Group(Ranks):
         """Joins the others. Takes card LOCAL_RANK if `device`, that of --device, is one; R3LiteError without it."""
         import torch.distributed as dist
 
-        self.rank, self.size, self.dist, backend = world.rank, world.size, dist, "gloo"
+        self.rank = world.rank
+        self.size = world.size
+        self.dist = dist
+        backend = "gloo"
         if device in ("auto", "cuda") and torch.cuda.is_available():
             _take_card(world.local_rank)
-            backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else backend
+            if dist.is_nccl_available():
+                backend = "cpu:gloo,cuda:nccl"
         self.on_cards = "nccl" in backend
-        self.lost, self.stepping, self._ending = "", False, threading.Event()
+        self.lost = ""  # why this rank cannot go on
+        self.stepping = False
+        self._ending = threading.Event()
         # A store has one user at a time, and the watch must not wait for the group. After a restart it may still hold
         # the addresses of processes that have ended.
-        start = f"r3lite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        self.store, own = (dist.PrefixStore(start, next(dist.rendezvous("env://"))[0]) for _ in range(2))
+        prefix = f"r3lite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.store = _new_store(prefix)
+        group_store = _new_store(prefix)
         self._keys = [f"rank {rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        with explained(RuntimeError, "the processes of this run cannot connect to each other", GO_ON):
-            dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
+        with explained(
+            RuntimeError, "the processes of this run cannot connect to each other", GO_ON, code="processes-unconnected"
+        ):
+            dist.init_process_group(
+                backend,
+                store=group_store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=LATER,
+            )
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin_step(self, name: str) -> None:
         self.stepping = True
         torch.manual_seed(random.Random(f"{name}/{self.rank}").getrandbits(63))
 
-    def gather(self, mine: T) -> list[T]:
-        data = _packed(mine)
+    def gather(self, value: T) -> list[T]:
+        data = _packed(value)
+        size = torch.tensor([len(data)])
         sizes = list(torch.zeros(self.size, 1, dtype=torch.long))
-        self._wait(self.dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
-        parts = list(torch.zeros(self.size, max(map(int, sizes)), dtype=torch.uint8))
-        padded = torch.cat([data, parts[0].new_zeros(len(parts[0]) - len(data))])
-        self._wait(self.dist.all_gather(parts, padded, async_op=True))
+        self._wait(self.dist.all_gather(sizes, size, async_op=True))
+        largest = max(map(int, sizes))
+        padding = torch.zeros(largest - len(data), dtype=torch.uint8)
+        parts = list(torch.zeros(self.size, largest, dtype=torch.uint8))
+        self._wait(self.dist.all_gather(parts, torch.cat([data, padding]), async_op=True))
         return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def shared(self, make: Callable[[], T]) -> T:
-        made = make() if self.first else None
-        data = _packed(made) if self.first else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(data)])
+        if self.first:
+            value = make()
+            data = _packed(value)
+            self._wait(self.dist.broadcast(torch.tensor([len(data)]), 0, async_op=True))
+            self._wait(self.dist.broadcast(data, 0, async_op=True))
+            return value
+        size = torch.zeros(1, dtype=torch.long)
         self._wait(self.dist.broadcast(size, 0, async_op=True))
-        data = data if self.first else data.new_zeros(int(size))
+        data = torch.zeros(int(size), dtype=torch.uint8)
         self._wait(self.dist.broadcast(data, 0, async_op=True))
-        return made if self.first else _unpacked(data)
+        return _unpacked(data)
 
     def any(self, flag: bool) -> bool:
         return bool(self.sum_(torch.tensor([int(flag)])))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        there = tensor if tensor.is_cpu or (tensor.is_cuda and self.on_cards) else tensor.cpu()
-        self._wait(self.dist.all_reduce(there, async_op=True))
-        return tensor if there is tensor else tensor.copy_(there)
+        if tensor.is_cpu or (tensor.is_cuda and self.on_cards):
+            self._wait(self.dist.all_reduce(tensor, async_op=True))
+            return tensor
+        on_host = tensor.cpu()
+        self._wait(self.dist.all_reduce(on_host, async_op=True))
+        return tensor.copy_(on_host)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        some = list(parameters)
-        there = torch.tensor([float(p.grad is not None) for p in some]).to(some[0].device)
-        flat = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in some]
-        summed = self.sum_(torch.cat([there, *(x.float() for x in flat)]))
-        there, *sums = summed.split([len(some), *(p.numel() for p in some)])
-        for p, has, total in zip(some, there.tolist(), sums, strict=True):
-            p.grad = total.view_as(p).to(p.dtype) if has else None
+        parameters = list(parameters)
+        has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        message = [has_gradient.to(parameters[0].device)]
+        for parameter in parameters:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            message.append(grad.flatten().float())
+        summed = self.sum_(torch.cat(message))
+        rank_counts, *sums = summed.split([len(part) for part in message])
+        for parameter, count, total in zip(parameters, rank_counts.tolist(), sums, strict=True):
+            parameter.grad = None
+            if count:
+                parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
     def _wait(self, work: Any) -> None:
         """Waits here and not in C++, where neither a signal nor a rank that is gone would end it."""
@@ -173,30 +210,37 @@ class Group(Ranks):
         except RuntimeError as error:  # a connection was closed: its owner may have said why
             time.sleep(2 * BEAT)
             self._raise_if_lost()
-            raise RankLost(f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON) from error
+            raise RankLost(
+                f"another process of this run has ended ({str(error).splitlines()[0]})", GO_ON, code="process-lost"
+            ) from error
 
     def _raise_if_lost(self) -> None:
         if self.lost:
-            raise RankLost(self.lost, GO_ON)
+            raise RankLost(self.lost, GO_ON, code="process-lost")
 
     def _watch(self) -> None:
         """Gives signs of life, and ends this process when another one gives none or says that it has ended."""
-        seen, silent, count = [""] * self.size, [0] * self.size, 0
+        previous_signs = [""] * self.size
+        silent_beats = [0] * self.size  # of each rank: since it last gave another sign
+        beat = 0
         while not (self.lost or self._ending.wait(BEAT)):
-            count += 1
+            beat += 1
             try:
-                self.store.set(self._keys[self.rank], f"{ALIVE} {count}")
+                self.store.set(self._keys[self.rank], f"{ALIVE} {beat}")
                 signs = [sign.decode() for sign in self.store.multi_get(self._keys)]
             except RuntimeError:
                 self.lost = "" if self._ending.is_set() else "rank 0, which connects the others, has ended"
                 signs = []
             for rank, sign in enumerate(signs):
-                silent[rank] = silent[rank] + 1 if sign == seen[rank] and sign != OVER else 0
+                if sign == previous_signs[rank] and sign != OVER:
+                    silent_beats[rank] += 1
+                else:
+                    silent_beats[rank] = 0
                 if sign.startswith(GONE):
                     self.lost = f"rank {rank} has ended: {sign[len(GONE) :].strip()}"
-                elif silent[rank] > SILENCE and self.stepping:
+                elif silent_beats[rank] > SILENCE and self.stepping:
                     self.lost = f"rank {rank} has not responded for {SILENCE * BEAT:.0f} s"
-            seen = signs
+            previous_signs = signs
         if self.lost:
             _end_within(GRACE)
             _thread.interrupt_main(signal.SIGTERM)
@@ -215,8 +259,12 @@ class Group(Ranks):
 
 
 @contextlib.contextmanager
-def joined(world: World, device: str, facts: dict[str, Any]) -> Iterator[Ranks]:
-    """The ranks of this process's run, which must agree on `facts`."""
+def joined(
+    world: World,
+    device: str,
+    facts: dict[str, Any],
+) -> Iterator[Ranks]:
+    """Gives the ranks of this process's run, which must agree on `facts`, to a `with` block."""
     if world.size == 1:
         yield ALONE
         return
@@ -225,19 +273,31 @@ def joined(world: World, device: str, facts: dict[str, Any]) -> Iterator[Ranks]:
         group.require_same(facts)
         yield group
     except BaseException as error:
-        group.end(error.cause if isinstance(error, R3LiteError) else f"{type(error).__name__} {error}".strip())
+        reason = f"{type(error).__name__} {error}".strip()
+        if isinstance(error, R3LiteError):
+            reason = error.cause
+        group.end(reason)
         if group.lost and isinstance(error, Terminated):
-            raise RankLost(group.lost, GO_ON) from None
+            raise RankLost(group.lost, GO_ON, code="process-lost") from None
         raise
     group.end(None)
 
 
 def _take_card(local_rank: int) -> None:
     """Makes `cuda` mean the card of this rank."""
-    if local_rank >= (count := torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if local_rank >= count:
         cause = f"torchrun has started process {local_rank + 1} on this machine, but PyTorch finds {count} CUDA GPUs"
-        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.")
+        raise R3LiteError(cause, f"Pass --nproc-per-node {count}, or --device cpu.", code="too-few-gpus")
     torch.cuda.set_device(local_rank)
+
+
+def _new_store(prefix: str) -> Any:
+    """Returns a connection to the store of the run, whose keys it begins with `prefix`."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(prefix, store)
 
 
 def _end_within(seconds: float) -> None:
@@ -246,12 +306,12 @@ def _end_within(seconds: float) -> None:
 
 
 def _packed(value: Any) -> Tensor:
-    """Any value as bytes [N]."""
+    """Returns any value as bytes [N]."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _unpacked(data: Tensor) -> Any:
-    """The inverse, with tensors in host memory. The data come from ranks of this run only."""
+    """Is the inverse of `_packed`, with tensors in host memory. The data come from ranks of this run only."""
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)

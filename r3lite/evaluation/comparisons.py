@@ -35,7 +35,7 @@ def valid_places(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
             places.append(place)
     if not places:
         cause = f"at each of the {count} questions the retriever failed in one of the evaluations"
-        raise R3LiteError(cause, "Evaluate again when the retriever works.")
+        raise R3LiteError(cause, "Evaluate again when the retriever works.", code="retriever-failed")
     return places
 
 

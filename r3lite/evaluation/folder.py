@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core import command
+from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
@@ -27,8 +27,8 @@ def check_output(config: Any, output: Path) -> None:
     """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
     if (output / SCORES).exists():
         remedy = f"Pass another folder, such as {output / 'evaluation'}."
-        raise R3LiteError(f"--output {output} already has an evaluation", remedy)
-    command.check_output(output, "evaluate", config, UNFINISHED)
+        raise R3LiteError(f"--output {output} already has an evaluation", remedy, code="evaluation-exists")
+    earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 
 
 def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
@@ -47,7 +47,9 @@ def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str
         output = Path(folder)
         with sole_writer(output):
             if names_in(output):
-                raise R3LiteError(f"--output {output} is not an empty folder", "Pass another folder.")
+                raise R3LiteError(
+                    f"--output {output} is not an empty folder", "Pass another folder.", code="output-not-empty"
+                )
             write_json(output / COMPARISON, comparison)
         print(f"written to {output / COMPARISON}")
 
@@ -146,7 +148,9 @@ def _set_of(
             other_path, _ = question_set.pairs[0]
             first_id, _ = min(common)
             cause = f"{path} and {other_path} have {len(common)} questions in common, such as {first_id}, but not all"
-            raise R3LiteError(cause, "Evaluate all seeds of a set on the same --data with the same --limit.")
+            raise R3LiteError(
+                cause, "Evaluate all seeds of a set on the same --data with the same --limit.", code="seeds-differ"
+            )
     return match
 
 
@@ -181,7 +185,7 @@ def read_predictions(path: str | Path) -> Predictions:
     remedy = "Pass an evaluation's folder, or its predictions.jsonl."
     predictions = predictions_of(read_jsonl(file, remedy))
     if not predictions:
-        raise R3LiteError(f"{file} has no predictions", remedy)
+        raise R3LiteError(f"{file} has no predictions", remedy, code="no-predictions")
     return predictions
 
 
@@ -203,8 +207,10 @@ def check_same_questions(a: str, b: str, ours: Predictions, theirs: Predictions)
     if only_in_b:
         differences.append(f"{len(only_in_b)} only in {b}, such as {min(only_in_b)}")
     if differences:
-        raise R3LiteError(f"the evaluations have different questions: {' and '.join(differences)}", remedy)
+        raise R3LiteError(
+            f"the evaluations have different questions: {' and '.join(differences)}", remedy, code="questions-differ"
+        )
     changed = [id for id in ours if ours[id][0] != theirs[id][0]]
     if changed:
         cause = f"{len(changed)} ids, such as {changed[0]}, belong to different questions in {a} and {b}"
-        raise R3LiteError(cause, remedy)
+        raise R3LiteError(cause, remedy, code="ids-differ")

@@ -168,7 +168,11 @@ def without_failures(marks: Sequence[Marks]) -> list[Marks]:
     """Returns the marks that count. Raises R3LiteError if the retriever failed on every question."""
     valid = [m for m in marks if not m.failure]
     if not valid:
-        raise R3LiteError(f"the retriever failed on every question: {marks[0].failure}", "Fix that, and try again.")
+        raise R3LiteError(
+            f"the retriever failed on every question: {marks[0].failure}",
+            "Fix that, and try again.",
+            code="retriever-failed",
+        )
     return valid
 
 

@@ -15,13 +15,13 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
-from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens
+from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens, template_file
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
 SWITCH = "enable_thinking"  # of some templates
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
-ANOTHER_DAY = date(2031, 12, 4)
+ANOTHER_DAY = date(2031, 12, 4)  # of programs that use an export: it is not the date of the training
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -68,20 +68,20 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return made
 
 
-def another_day(format: str) -> str:
-    """The clock of programs that use an export: it does not say the date of the training."""
-    return ANOTHER_DAY.strftime(format)
-
-
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
     """`check` of what transformers makes of a model folder, on another day and by its own tokenizer class."""
     config = read_record(folder / TOKENIZER, "")
     record = read_record(folder / "tokenizer.json", "")
     definition = json.dumps(record.values)
     if other := other_class(folder, record, probe()):
-        raise R3LiteError(f"{folder}: transformers splits text by its {other}, not as the training did", REMEDY)
+        raise R3LiteError(
+            f"{folder}: transformers splits text by its {other}, not as the training did",
+            REMEDY,
+            code="tokenization-differs",
+        )
     source = chat_template(folder, config)
-    template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
+    where = str(template_file(folder))
+    template = ChatTemplate(source, where, tokens=special_tokens(config), thinking=None, day=ANOTHER_DAY)
     check(str(folder), definition, template.render(messages, prompt=True), ids)
 
 
@@ -92,7 +92,8 @@ def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[
     definition = (base / "tokenizer.json").read_text(encoding="utf-8")
     place = output if (output / TEMPLATE).is_file() else base
     source = chat_template(place, config)
-    template = ChatTemplate(source, str(place), special_tokens(config), thinking=thinking, clock=another_day)
+    where = str(template_file(place))
+    template = ChatTemplate(source, where, tokens=special_tokens(config), thinking=thinking, day=ANOTHER_DAY)
     check(str(place), definition, template.render(messages, prompt=True), ids)
 
 
@@ -103,7 +104,7 @@ def check_gguf(
     definition = json.dumps(files["tokenizer.json"])
     config = Record(files[TOKENIZER], Source(str(path)))
     source = config.text("chat_template")
-    template = ChatTemplate(source, str(path), special_tokens(config), thinking=None, clock=another_day)
+    template = ChatTemplate(source, str(path), tokens=special_tokens(config), thinking=None, day=ANOTHER_DAY)
     check(str(path), definition, template.render(messages, prompt=True), ids)
     check(f"{path.parent / 'Modelfile'}", definition, filled(modelfile, QUESTION), ids, adds_first=True)
 
@@ -117,7 +118,9 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
     found = backend.encode(text, add_special_tokens=adds_first).ids
     if found != ids:
         made, trained = (backend.decode(tokens, skip_special_tokens=False) for tokens in (found, ids))
-        raise R3LiteError(f"{where}: other programs would build the prompt {made!r}, not {trained!r}", REMEDY)
+        raise R3LiteError(
+            f"{where}: other programs would build the prompt {made!r}, not {trained!r}", REMEDY, code="prompt-differs"
+        )
 
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:

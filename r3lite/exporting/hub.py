@@ -13,7 +13,7 @@ def token() -> str:
     if found := os.environ.get(TOKEN, "").strip():
         return found
     remedy = f"Create one with write access at https://huggingface.co/settings/tokens, and export {TOKEN}=..."
-    raise R3LiteError(f"uploading needs a token, but {TOKEN} is not set", remedy)
+    raise R3LiteError(f"uploading needs a token, but {TOKEN} is not set", remedy, code="hub-token-missing")
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -41,12 +41,14 @@ def push(folder: Path, repository: str, kind: str) -> str:
 
     api, as_request = HfApi(token=token()), kind == "pull-request"
     remedy = f"Check the name, the permissions of {TOKEN} and the connection, and run the same command again."
-    with explained((HTTPError, OSError, ValueError), f"the upload to {repository} failed", remedy):
+    with explained(
+        (HTTPError, OSError, ValueError), f"the upload to {repository} failed", remedy, code="upload-failed"
+    ):
         if not as_request:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
                 private = "Pass another repository, make it private, or pass --push-as pull-request."
-                raise R3LiteError(f"{repository} is public; nothing was uploaded", private)
+                raise R3LiteError(f"{repository} is public; nothing was uploaded", private, code="repository-public")
         added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
         done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
     return done.pr_url if as_request else f"{api.endpoint}/{repository}"

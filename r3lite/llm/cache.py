@@ -33,7 +33,7 @@ class ReplyCache:
         self.folder, self.flag = folder and folder.expanduser(), flag
         self._lock = threading.Lock()
         if folder and not next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists()).is_dir():
-            raise R3LiteError(f"{self.flag} {folder} is not a folder", f"Pass another {flag}.")
+            raise R3LiteError(f"{self.flag} {folder} is not a folder", f"Pass another {flag}.", code="not-a-folder")
 
     def recall(self, key: str, read: Callable[[Record], T]) -> T | None:
         """What `read` makes of the reply kept under a key; None if there is none, or, which is said on stderr, if its
@@ -52,5 +52,5 @@ class ReplyCache:
             return
         cause, remedy = f"replies cannot be cached in {self.folder}", f"Free disk space, or pass {self.flag} FOLDER."
         # The lock: equal requests of two threads would share a temporary file.
-        with explained(OSError, cause, remedy), self._lock:
+        with explained(OSError, cause, remedy, code="cache-unusable"), self._lock:
             write_text(self.folder / f"{key}.json", json.dumps(reply, ensure_ascii=False) + "\n")

@@ -242,13 +242,19 @@ class Client(CachingClient):
         wait = _seconds(error.retry_after, *delays)
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
             raise R3LiteError(
-                f"the account has no credit left: {message}", "Add credit, or pass another --judge-model."
+                f"the account has no credit left: {message}",
+                "Add credit, or pass another --judge-model.",
+                code="credit-exhausted",
             ) from None
         if status in (401, 403) or (status == 400 and "api key" in message.lower()):
-            raise R3LiteError(f"the API key was rejected: {message}", self.service.key_remedy) from None
+            raise R3LiteError(
+                f"the API key was rejected: {message}", self.service.key_remedy, code="key-rejected"
+            ) from None
         if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and whether your account has access to the model."
-            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {message}", remedy) from None
+            raise R3LiteError(
+                f"{self.settings.judge_model} cannot be used: {message}", remedy, code="model-unusable"
+            ) from None
         kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")
         return kind, message, wait if kind in ("rate_limited", "server") else 0.0
 

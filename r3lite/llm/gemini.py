@@ -27,7 +27,11 @@ class GeminiService(Service):
     def __init__(self, settings: JudgeSettings):
         self.settings, self.secret = settings, read_key("Gemini", KEYS, GET_A_KEY)
         if not self.secret:
-            raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
+            raise R3LiteError(
+                "there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set",
+                GET_A_KEY,
+                code="gemini-key-missing",
+            )
         timeout, url = round(settings.judge_timeout * 1000), settings.judge_base_url  # milliseconds
         options = types.HttpOptions(timeout=timeout, base_url=url, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models

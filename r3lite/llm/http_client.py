@@ -18,7 +18,7 @@ except ImportError:
         import httpx
     except ImportError as error:
         cause = "HTTP requests need the package httpx2, a dependency of google-genai and huggingface_hub"
-        raise R3LiteError(cause, "Install it with: pip install httpx2") from error
+        raise R3LiteError(cause, "Install it with: pip install httpx2", code="package-missing") from error
 
 MAX_REPLY = 4 << 20  # bytes
 CONNECT = 10.0  # seconds
@@ -38,7 +38,7 @@ class BoundedClient(httpx.AsyncClient):
 
     def build_request(self, *given: Any, **options: Any) -> httpx.Request:
         remedy = "Check the address (of a judge or teacher: --judge-base-url) and --judge-model."
-        with explained(httpx.InvalidURL, "invalid address", remedy):
+        with explained(httpx.InvalidURL, "invalid address", remedy, code="bad-address"):
             return super().build_request(*given, **options)
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -69,9 +69,20 @@ class BoundedClient(httpx.AsyncClient):
 class Unanswered(R3LiteError):
     """A request without a reply; if it `passes`, the next try or another server may give one, after `pause` seconds."""
 
-    def __init__(self, cause: str, remedy: str, passes: bool, status: int = 0, pause: float = 0.0):
-        super().__init__(cause, remedy)
-        self.passes, self.status, self.pause = passes, status, pause
+    def __init__(
+        self,
+        cause: str,
+        remedy: str,
+        passes: bool,
+        status: int = 0,
+        pause: float = 0.0,
+        *,
+        code: str,
+    ):
+        super().__init__(cause, remedy, code=code)
+        self.passes = passes
+        self.status = status
+        self.pause = pause
 
 
 class WrongReply(R3LiteError):
@@ -99,7 +110,9 @@ class Link:
             verb = "does not answer:" if passes else "refuses:" if status else "sends"
             reason = f"status {status}: {message[:500]}" if status else message
             pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
-            raise Unanswered(f"{self.url} {verb} {reason}", self.remedy, passes, status, pause) from error
+            raise Unanswered(
+                f"{self.url} {verb} {reason}", self.remedy, passes, status, pause, code="no-reply"
+            ) from error
 
     def ask(
         self, path: str, content: dict | None, server: str, read: Callable[[Record], T], remedy: str | None = None
@@ -111,4 +124,4 @@ class Link:
             return read(Record(parse(text), Source("the reply")))
         except InvalidRecord as error:
             cause = f"{self.url}{path} did not reply like {server}: {error.cause}"
-            raise WrongReply(cause, remedy or self.remedy) from error
+            raise WrongReply(cause, remedy or self.remedy, code=error.code) from error

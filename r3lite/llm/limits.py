@@ -100,5 +100,7 @@ def prices_of(settings: JudgeSettings) -> tuple[float, float] | None:
         return prices
     if settings.judge_max_cost is not None:
         remedy = "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens."
-        raise R3LiteError(f"--judge-max-cost needs the price of {model}, which is not known", remedy)
+        raise R3LiteError(
+            f"--judge-max-cost needs the price of {model}, which is not known", remedy, code="price-unknown"
+        )
     return None

@@ -27,7 +27,9 @@ class OpenAIService(Service):
     def __init__(self, settings: JudgeSettings):
         self.settings, self.secret = settings, read_key("OpenAI", ("OPENAI_API_KEY",), GET_A_KEY)
         if not self.secret and settings.judge_base_url is None:
-            raise R3LiteError("there is no key for OpenAI: OPENAI_API_KEY is not set", GET_A_KEY)
+            raise R3LiteError(
+                "there is no key for OpenAI: OPENAI_API_KEY is not set", GET_A_KEY, code="openai-key-missing"
+            )
         self._address = f"{(settings.judge_base_url or ADDRESS).rstrip('/')}/chat/completions"
         self._client = BoundedClient()
         self.room = THINKING_ROOM if settings.judge_thinking else 0

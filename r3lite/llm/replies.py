@@ -184,5 +184,5 @@ def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
     """
     key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
     if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
-        raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy)
+        raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy, code="key-malformed")
     return key

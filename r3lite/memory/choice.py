@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from r3lite.core.config import flag
 from r3lite.core.errors import R3LiteError
@@ -13,79 +14,122 @@ from r3lite.models import logprobs
 from r3lite.models.causal_lm import ModelConfig
 
 SLACK = 0.02  # of a budget, left free for what the formulas leave out
+PASS_TOKENS = (8192, 4096, 2048)
+ROLLOUTS = (128, 64, 32, 16, 8, 4, 2, 1)
+# Tokens of a chunk of logits and of a tile of the MLP, from the fastest to the smallest.
+SMALLER = ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32))
+LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # that a remedy may propose
+REMEDIES = 3  # that are told at most
+KEPT_BY_REMEDIES = ("nf4", "stream_layers")  # settings that a remedy of its own is about
 
 
-def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
-    """Settings from the fastest to the smallest. What is `fixed` is not varied, but for what full fine-tuning needs."""
+def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
+    """Yields settings from the fastest to the smallest.
 
-    def options(name: str, values: list) -> list:
+    What is `fixed` is not varied, but for what full fine-tuning needs.
+    """
+
+    def options(name: str, values: Sequence) -> Sequence:
         return [fixed[name]] if name in fixed else values
 
-    L, longest = w.model.num_hidden_layers, w.pass_tokens
+    layers = w.model.num_hidden_layers
+    longest = w.pass_tokens
     # Streamed layers keep no activations: their weights are not there any more when these would be used.
-    every = list(range(L + 1)) if w.trains and not fixed.get("stream_layers") else [L]
-    fixed = fixed | ({"nf4": False, "recompute_layers": L} if w.full else {})
-    passes = sorted({max(longest, t) for t in (8192, 4096, 2048, longest)}, reverse=True)
-    rollouts = [r for r in (128, 64, 32, 16, 8, 4, 2, 1) if r < 2 * max(w.episodes, 1)]
+    if w.trains and not fixed.get("stream_layers"):
+        recomputed_counts = range(layers + 1)
+    else:
+        recomputed_counts = range(layers, layers + 1)
+    if w.full:
+        fixed = fixed | {"nf4": False, "recompute_layers": layers}
+    passes = sorted({longest, *(max(longest, tokens) for tokens in PASS_TOKENS)}, reverse=True)
+    rollouts = options("rollout_batch_size", [rows for rows in ROLLOUTS if rows < 2 * max(w.episodes, 1)])
     for quantized in options("nf4", [False, True]):
+        base = Memory(nf4=quantized, loss_chunk=logprobs.CHUNK, mlp_tile=1024, offload=False)
         # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
-        for layers in options("recompute_layers", every):
-            yield from (
-                replace(Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows), **fixed)
-                for rows in options("rollout_batch_size", rollouts)
-                for tokens in options("micro_batch_tokens", passes if layers in (0, L) else passes[-1:])
-            )
+        for recomputed in options("recompute_layers", recomputed_counts):
+            varied = passes if recomputed in (0, layers) else passes[-1:]
+            for rows in rollouts:
+                for tokens in options("micro_batch_tokens", varied):
+                    yield _with(base, fixed, recompute_layers=recomputed, micro_batch_tokens=tokens, rows=rows)
+        base = replace(base, recompute_layers=layers, micro_batch_tokens=longest)
         for offload in options("offload", [False, True] if w.on_cuda else [False]):
-            for chunk, tile in ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32)):
-                for rows in options("rollout_batch_size", rollouts):
-                    yield replace(Memory(quantized, L, longest, chunk, tile, offload, rows), **fixed)
+            for chunk, tile in SMALLER:
+                for rows in rollouts:
+                    yield _with(base, fixed, offload=offload, loss_chunk=chunk, mlp_tile=tile, rows=rows)
 
 
-def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, ModelConfig]] = ()) -> Memory:
-    """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
+def _with(base: Memory, fixed: dict[str, Any], rows: int, **changes: Any) -> Memory:
+    """Returns these settings with `rows` episodes at a time and other changes, and what is fixed as it is."""
+    return replace(base, **(changes | {"rollout_batch_size": rows} | fixed))
 
-    If none fits, raises R3LiteError with the changes that would help; a smaller one of `models`, which are in
-    falling order of size, may be one of them.
+
+def choose(
+    w: Workload,
+    fixed: dict[str, Any],
+    budget: int,
+    models: Sequence[tuple[str, ModelConfig]] = (),
+) -> Memory:
+    """Returns the fastest settings whose peak is within the budget (bytes).
+
+    `fixed` holds the settings that the user gave. If none fits, raises R3LiteError with the changes that would help; a
+    smaller one of `models`, which are in falling order of size, may be one of them.
     """
-    least = None
+    smallest_peak = None
     for memory in candidates(w, fixed):
         size = peak(w, memory)
         if size <= budget * (1 - SLACK):
             return memory
-        least = size if least is None else min(least, size)
-    cause = f"this run needs at least {least / MIB:,.0f} MiB, but the budget is {budget / MIB:,.0f} MiB"
-    remedy = f"It would fit with {'; or '.join(_remedies(w, fixed, budget, least, models))}."
-    raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.")
+        smallest_peak = size if smallest_peak is None else min(smallest_peak, size)
+    assert smallest_peak is not None
+    cause = f"this run needs at least {smallest_peak / MIB:,.0f} MiB, but the budget is {budget / MIB:,.0f} MiB"
+    helpful = [*_remedies(w, fixed, budget, models), _larger_budget(smallest_peak)]
+    remedy = f"It would fit with {'; or '.join(helpful[:REMEDIES])}."
+    raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.", code="budget-too-small")
+
+
+def _larger_budget(smallest_peak: int) -> str:
+    return f"--vram-budget {-(-int(smallest_peak / (1 - SLACK)) // MIB)}MiB"
+
+
+def _fits(w: Workload, fixed: dict[str, Any], budget: int) -> bool:
+    return any(peak(w, memory) <= budget * (1 - SLACK) for memory in candidates(w, fixed))
+
+
+def _without(fixed: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in fixed.items() if name not in names}
 
 
 def _remedies(
-    w: Workload, fixed: dict, budget: int, least: int, models: Sequence[tuple[str, ModelConfig]]
+    w: Workload,
+    fixed: dict[str, Any],
+    budget: int,
+    models: Sequence[tuple[str, ModelConfig]],
 ) -> list[str]:
-    """Up to three changes that help, each on its own; `least` bytes are taken without any."""
-
-    def fits(work: Workload, given: dict) -> bool:
-        return any(peak(work, m) <= budget * (1 - SLACK) for m in candidates(work, given))
-
-    found = ["LoRA instead of --no-lora"] if w.full and fits(replace(w, full=False, lora_r=8), fixed) else []
-    if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
-        found.append("--quantize nf4")
-    recomputed = fixed.get("recompute_layers", w.model.num_hidden_layers) >= w.model.num_hidden_layers
-    streamed = {"nf4": True} | fixed | {"stream_layers": True}
-    if not (w.full or fixed.get("stream_layers")) and recomputed and fits(w, streamed):
-        found.append("--stream-layers")
-    kept = ("nf4", "stream_layers")
-    loose = {k: v for k, v in fixed.items() if k in kept}
-    if loose != fixed and fits(w, loose):
-        free = {"offload": "auto"}  # what leaves a setting to the plan
-        found.append(" ".join(f"{flag(k)} {free.get(k, 'none')}" for k in fixed if k not in kept))
-    for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
-        if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
-            found.append(f"--max-length {tokens}")
+    """Returns changes that help, each on its own."""
+    helpful = []
+    if w.full and _fits(replace(w, full=False, lora_r=8), fixed, budget):
+        helpful.append("LoRA instead of --no-lora")
+    if fixed.get("nf4") is False and _fits(w, _without(fixed, ["nf4"]), budget):
+        helpful.append("--quantize nf4")
+    layers = w.model.num_hidden_layers
+    keeps_activations = fixed.get("recompute_layers", layers) < layers
+    may_stream = not (w.full or fixed.get("stream_layers") or keeps_activations)
+    if may_stream and _fits(w, {"nf4": True} | fixed | {"stream_layers": True}, budget):
+        helpful.append("--stream-layers")
+    loosened = [name for name in fixed if name not in KEPT_BY_REMEDIES]
+    if loosened and _fits(w, _without(fixed, loosened), budget):
+        free_values = {"offload": "auto"}  # what leaves a setting to the plan
+        helpful.append(" ".join(f"{flag(name)} {free_values.get(name, 'none')}" for name in loosened))
+    for tokens in LENGTHS:
+        if tokens < w.row_tokens and _fits(_shorter(w, tokens), fixed, budget):
+            helpful.append(f"--max-length {tokens}")
             break
     for name, model in models:
-        if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model, packed=None), fixed):
-            found.append(f"--model {name}")
+        if model.hidden_size < w.model.hidden_size and _fits(replace(w, model=model, packed=None), fixed, budget):
+            helpful.append(f"--model {name}")
             break
-    needed = least / (1 - SLACK)
-    found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
-    return found[:3]
+    return helpful
+
+
+def _shorter(w: Workload, tokens: int) -> Workload:
+    return replace(w, row_tokens=tokens, reads=min(w.reads, tokens))

@@ -33,21 +33,25 @@ LAPTOP = Beside()
 HOPPER = Beside(context=832 * MIB, workspace=32 * MIB)
 # PyTorch's allocator takes memory from the driver in such pieces, the small one for tensors below 1 MiB; tensors above
 # 10 MiB have pieces of their own, in steps of the small one (c10/core/AllocatorConfig.h: kSmallBuffer, kLargeBuffer).
-SMALL_PIECE, LARGE_PIECE = 2 * MIB, 20 * MIB
+SMALL_PIECE = 2 * MIB
+LARGE_PIECE = 20 * MIB
 # Of the bytes of tensors: what lies unused in pieces that are in use. An H200 had 3.5 to 6 % in SFT and RL.
 FRAGMENTATION = 0.06
 NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allocator does not count as allocated
 
 
 def of_this_card() -> Beside:
-    """The figures of the card in this machine; those of a laptop's if there is none."""
-    return HOPPER if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else LAPTOP
+    """Returns the figures of the card in this machine; those of a laptop's if there is none."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return HOPPER
+    return LAPTOP
 
 
 def beside_tensors(tensors: int, captured: int = 0, card: Beside = LAPTOP) -> dict[str, int]:
-    """Bytes by part, in a phase with `tensors` bytes of tensors; `captured`: those of a step run as CUDA graphs, or 0.
+    """Returns bytes by part, in a phase with `tensors` bytes of tensors.
 
-    The graphs of a run share one pool, which no other tensor can use, and have a cuBLAS workspace of their own in it.
+    `captured` are those of a step that is run as CUDA graphs, or 0. The graphs of a run share one pool, which no other
+    tensor can use, and have a cuBLAS workspace of their own in it.
     """
     parts = {"context": card.context, "cuBLAS workspace": THREADS * card.workspace}
     if captured:

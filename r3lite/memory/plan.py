@@ -23,6 +23,8 @@ from r3lite.settings.common import budget_bytes
 DEFAULT_BUDGET = 4 << 30
 A_DAY = 86400  # seconds
 UNKNOWN = "unknown, because the speed of the device is not known"
+WIDTH = 16  # characters of the table's first column
+COLUMN = 10  # and of each other column
 MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
@@ -37,128 +39,157 @@ class Plan:
 
     @functools.cached_property
     def duration(self) -> Duration | None:
-        """From what is measured of the device of this machine, now if it was not; None if its speeds are not known."""
+        """The predicted time, from speeds that are measured now if the device is here; None if they are not known."""
         work = self.workload
         if work.device and not work.speeds:
-            work = replace(work, speeds=speeds_of(torch.device(work.device), linear))
+            work = replace(work, speeds=speeds_of(torch.device(work.device), work.dtype, linear))
         return duration.predict(work, self.memory)
 
     @property
     def peak(self) -> int:
+        """The most bytes that the run holds at once."""
         return planner.peak(self.workload, self.memory)
 
     @property
     def host(self) -> int:
         """Bytes of the host's memory for layers that are streamed; 0 if they are not."""
-        return planner.host_bytes(self.workload, self.memory) if self.memory.stream_layers else 0
+        if not self.memory.stream_layers:
+            return 0
+        return planner.host_bytes(self.workload, self.memory)
 
     @property
     def allocated(self) -> int:
+        """The most bytes of tensors that the run holds at once."""
         return planner.allocated(self.workload, self.memory)
 
     def table(self) -> str:
-        """For people: MiB by phase and part, the peak, and what was chosen."""
-        found = planner.phases(self.workload, self.memory)
-        parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
-        lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
-        for part in parts:
-            cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
-            lines.append(part.ljust(16) + "".join(cells))
-        lines.append("total".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
-        top = max(found, key=lambda name: sum(found[name].values()))
+        """Returns a table for people: MiB by phase and part, the peak, and what was chosen."""
+        phases = planner.phases(self.workload, self.memory)
+        totals = {name: sum(parts.values()) for name, parts in phases.items()}
+        part_names = dict.fromkeys(part for parts in phases.values() for part in parts)
+        lines = ["MiB".ljust(WIDTH) + "".join(f"{name:>{COLUMN}}" for name in phases)]
+        for part in part_names:
+            cells = (_cell(parts.get(part)) for parts in phases.values())
+            lines.append(part.ljust(WIDTH) + "".join(cells))
+        lines.append("total".ljust(WIDTH) + "".join(_cell(total) for total in totals.values()))
         if self.memory.stream_layers:
-            lines.append(
-                f"host memory {self.host / MIB:,.0f} MiB: {self.workload.model.num_hidden_layers} layers"
-                + ("" if self.workload.model.tie_word_embeddings else " and the embedding")
-            )
-        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
-        lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in asdict(self.memory).items()))
-        return "\n".join([*lines, self.time_line()])
+            model = self.workload.model
+            embedding = "" if model.tie_word_embeddings else " and the embedding"
+            lines.append(f"host memory {self.host / MIB:,.0f} MiB: {model.num_hidden_layers} layers{embedding}")
+        highest = max(totals, key=totals.__getitem__)
+        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({highest}) of a budget of {self.budget / MIB:,.0f} MiB")
+        figures = (f"{name} {value}" for name, value in asdict(self.memory).items())
+        lines.append("chosen: " + ", ".join(figures))
+        lines.append(self.time_line())
+        return "\n".join(lines)
 
     def report(self) -> dict:
-        """As JSON."""
-
-        def mib(size: int) -> float:
-            return round(size / MIB, 1)
-
-        found = planner.phases(self.workload, self.memory)
-        return {
-            "budget_mib": mib(self.budget),
-            "peak_mib": mib(self.peak),
+        """Returns the plan as JSON."""
+        phases = planner.phases(self.workload, self.memory)
+        record = {
+            "budget_mib": _mib(self.budget),
+            "peak_mib": _mib(self.peak),
             "fits": self.peak <= self.budget,
-            "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
+            "phases": {name: {part: _mib(size) for part, size in parts.items()} for name, parts in phases.items()},
             "chosen": asdict(self.memory),
             "seconds": self.duration and self.duration.report(),
-        } | ({"host_mib": mib(self.host)} if self.memory.stream_layers else {})
+        }
+        if self.memory.stream_layers:
+            record["host_mib"] = _mib(self.host)
+        return record
 
     def line(self) -> str:
-        """One line for the start of a run."""
-        m, w = self.memory, self.workload
+        """Returns one line on memory for the start of a run."""
+        m = self.memory
+        w = self.workload
         parts = [f"{self.peak / MIB:,.0f} of {self.budget / MIB:,.0f} MiB"]
-        parts += ["NF4"] if m.nf4 else []
-        parts += [f"{self.host / MIB:,.0f} MiB of layers in host memory"] if m.stream_layers else []
+        if m.nf4:
+            parts.append("NF4")
+        if m.stream_layers:
+            parts.append(f"{self.host / MIB:,.0f} MiB of layers in host memory")
         if w.trains:
-            parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
-            parts += [f"{m.micro_batch_tokens} tokens per pass"]
-        parts += [f"{min(m.rollout_batch_size, w.episodes)} episodes at a time"] if w.episodes else []
-        return "memory plan: " + ", ".join(parts + (["offload"] if m.offload else []))
+            parts.append(f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed")
+            parts.append(f"{m.micro_batch_tokens} tokens per pass")
+        if w.episodes:
+            parts.append(f"{min(m.rollout_batch_size, w.episodes)} episodes at a time")
+        if m.offload:
+            parts.append("offload")
+        return "memory plan: " + ", ".join(parts)
 
     def time_line(self) -> str:
-        """One line for the start of a run."""
+        """Returns one line on time for the start of a run."""
         if self.duration:
             return f"time: {self.duration.line()}"
-        return f"time: {UNKNOWN}" + ("; plan --card predicts it for known GPUs" if self.workload.on_cuda else "")
+        if self.workload.on_cuda:
+            return f"time: {UNKNOWN}; plan --card predicts it for known GPUs"
+        return f"time: {UNKNOWN}"
+
+
+def _cell(size: int | None) -> str:
+    """Returns a size in MiB, or an empty cell."""
+    text = "" if size is None else f"{size / MIB:,.0f}"
+    return text.rjust(COLUMN)
+
+
+def _mib(size: int) -> float:
+    return round(size / MIB, 1)
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
-    """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
-    given, room = _given(settings, sampling), _budget(settings, workload)
-    given |= {"nf4": True} if workload.packed else {}
+    """Returns the fastest settings that fit into the budget; raises R3LiteError with what would help if none do."""
+    fixed = _fixed(settings, sampling)
+    if workload.packed:
+        fixed["nf4"] = True
+    budget = _budget(settings, workload)
     if settings.stream_layers:
-        _check_streaming(workload, given)
-    return Plan(workload, choice.choose(workload, given, room, list(QWEN25.items())), room, given)
+        _check_streaming(workload, fixed)
+    memory = choice.choose(workload, fixed, budget, list(QWEN25.items()))
+    return Plan(workload, memory, budget, fixed)
 
 
 def plan_for_card(
     name: str, workload: Workload, dtype: str, settings: MemorySettings, sampling: SamplingSettings | None = None
 ) -> Plan:
-    """The plan of a workload on a card of the table, in the dtype of --dtype, whatever device is here.
+    """Returns the plan of a workload on a card of the table, in the dtype of --dtype, whatever device is here.
 
     By default the budget is that of a run: 4 GiB, or the card's memory less a margin if that is less.
     """
-    known = on_card(workload, name, dtype)
+    elsewhere = on_card(workload, name, dtype)
     if not settings.vram_budget:
-        size = min(DEFAULT_BUDGET, known.speeds.memory - MARGIN)
+        size = min(DEFAULT_BUDGET, elsewhere.speeds.memory - MARGIN)
         settings = replace(settings, vram_budget=f"{size / MIB}MiB")
-    return make_plan(known, settings, sampling)
+    return make_plan(elsewhere, settings, sampling)
 
 
-def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:
-    """The figures of `Memory` that the user gave, by name."""
+def _fixed(settings: MemorySettings, sampling: SamplingSettings | None) -> dict:
+    """Returns the figures of `Memory` that the user gave, by name."""
     names = ("recompute_layers", "micro_batch_tokens", "loss_chunk", "mlp_tile")
-    given = {name: getattr(settings, name) for name in names}
-    given["rollout_batch_size"] = sampling.rollout_batch_size if sampling else None
-    given["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
+    values = {name: getattr(settings, name) for name in names}
+    values["rollout_batch_size"] = sampling.rollout_batch_size if sampling else None
+    values["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
     if settings.stream_layers:
-        given |= {"stream_layers": True, "nf4": given["nf4"] is not False}
-    given["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
-    return {name: value for name, value in given.items() if value is not None}
+        values["stream_layers"] = True
+        values["nf4"] = settings.quantize != "none"
+    values["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _check_streaming(w: Workload, given: dict) -> None:
+def _check_streaming(w: Workload, fixed: dict) -> None:
     """Refuses layers that keep activations, and a machine whose memory does not hold the layers."""
     layers = w.model.num_hidden_layers
-    if w.trains and given.get("recompute_layers", layers) < layers:
-        cause = f"--recompute-layers is {given['recompute_layers']}, but --stream-layers recomputes all {layers}"
-        raise R3LiteError(cause, "Pass --recompute-layers none.")
-    needed, there = planner.host_bytes(w, Memory(**given)), host_memory() if w.device else None
-    if there and needed > there:
-        cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, but there are {there / MIB:,.0f} MiB"
-        raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.")
+    if w.trains and fixed.get("recompute_layers", layers) < layers:
+        cause = f"--recompute-layers is {fixed['recompute_layers']}, but --stream-layers recomputes all {layers}"
+        raise R3LiteError(cause, "Pass --recompute-layers none.", code="recompute-with-streaming")
+    available = host_memory() if w.device else None
+    needed = planner.host_bytes(w, Memory(**fixed))
+    if available and needed > available:
+        cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, "
+        cause += f"but there are {available / MIB:,.0f} MiB"
+        raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.", code="host-memory")
 
 
 def _budget(settings: MemorySettings, workload: Workload) -> int:
-    """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin if that is less."""
+    """Returns the bytes of --vram-budget; by default 4 GiB, or what is free on a card less a margin if that is less."""
     if settings.vram_budget:
         return budget_bytes(settings.vram_budget)
     if workload.on_cuda and torch.cuda.is_available():
@@ -177,7 +208,8 @@ def enforce(plan: Plan, device: torch.device) -> None:
 
 
 def announce(plan: Plan) -> None:
+    """Prints the plan in two lines, and a warning if a step takes more than a day."""
     print(f"{plan.line()}\n{plan.time_line()}", file=sys.stderr)
     if plan.duration and plan.duration.seconds > A_DAY:
-        message = f"{plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}"
+        message = f"{plan.duration.unit} is predicted to take about {in_words(plan.duration.seconds)}"
         print(f"warning: {message}. {plan.duration.remedy}", file=sys.stderr)

@@ -15,7 +15,8 @@ from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan
 from r3lite.memory.planner import peak, standing
 
-LEAST_CHUNK, LEAST_TILE = 16, 32
+SMALLEST_CHUNK = 16  # tokens of a chunk of logits
+SMALLEST_TILE = 32  # tokens of a tile of the MLP
 
 
 class OutOfMemory(R3LiteError):
@@ -31,17 +32,21 @@ class ShrinkingGrant(Grant):
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE):
         super().__init__(plan.memory)
-        self.plan, self.optimizer, self.ranks = plan, optimizer, ranks
+        self.plan = plan
+        self.optimizer = optimizer
+        self.ranks = ranks
 
     def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
-        """The result of `work(*args)`; if memory runs out, of the same again with smaller figures.
+        """Returns the result of `work(*args)`; if memory runs out, of the same again with smaller figures.
 
         Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made
         smaller. Every rank calls this, with work in which none waits for another. NotFinite is raised on all of them.
         """
-        before = random_state()
+        start = random_state()
         while True:
-            result, reason, failure = None, "", None
+            result = None
+            reason = ""
+            failure = None
             try:
                 result = work(*args)
             except torch.OutOfMemoryError as error:
@@ -52,33 +57,38 @@ class ShrinkingGrant(Grant):
                 failure = error
             if not self.ranks.any(bool(reason or failure)):
                 return result
-            said = self.ranks.gather((reason, failure))
-            if failure := next((failure for _, failure in said if failure), None):
-                raise failure
-            reason, result = next(reason for reason, _ in said if reason), None
+            outcomes = self.ranks.gather((reason, failure))
+            for _, failure_of_rank in outcomes:
+                if failure_of_rank:
+                    raise failure_of_rank
+            reason = next(reason_of_rank for reason_of_rank, _ in outcomes if reason_of_rank)
+            result = None
             # Outside the except block, whose traceback holds the tensors of the work that failed.
             self.optimizer.zero_grad(set_to_none=True)
-            set_random_state(before)
+            set_random_state(start)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._shrink(phase, reason)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Within the `with` block updates are tried whose gradients are dropped; only figures that became smaller stay.
+        """Drops the gradients of updates that are tried in the `with` block; only figures that became smaller stay.
 
-        The moments that the optimizer makes in its first step have their room taken until then.
+        The memory of the moments that the optimizer makes in its first step is taken until then.
         """
-        before, parameter = random_state(), self.optimizer.param_groups[0]["params"][0]
-        missing = 0 if self.optimizer.state else standing(self.plan.workload, self.memory)["optimizer"]
+        start = random_state()
+        parameter = self.optimizer.param_groups[0]["params"][0]
+        missing = 0
+        if not self.optimizer.state:
+            missing = standing(self.plan.workload, self.memory)["optimizer"]
         moments = torch.empty(missing, dtype=torch.uint8, device=parameter.device)
         yield
         del moments
         self.optimizer.zero_grad(set_to_none=True)
-        set_random_state(before)
+        set_random_state(start)
 
     def state_dict(self) -> dict:
-        """The figures, as JSON."""
+        """Returns the figures as JSON."""
         return asdict(self.memory)
 
     def load_state_dict(self, state: dict) -> None:
@@ -89,46 +99,56 @@ class ShrinkingGrant(Grant):
         record = Record(state, Source("the checkpoint's memory figures", "Pass another checkpoint."))
         figures = {}
         for name, default in asdict(Memory()).items():  # a checkpoint of an earlier version may lack some
-            low = 0 if name == "recompute_layers" else 1
-            whole = not isinstance(default, bool)
-            figures[name] = record.whole(name, default, low) if whole else record.flag(name, default)
+            if isinstance(default, bool):
+                figures[name] = record.flag(name, default)
+            else:
+                low = 0 if name == "recompute_layers" else 1
+                figures[name] = record.whole(name, default, low)
         saved = Memory(**figures)
         if saved.nf4 != self.memory.nf4:
-            was = "nf4" if saved.nf4 else "none"
-            raise R3LiteError("the checkpoint is of a run with another --quantize", f"Resume with --quantize {was}.")
+            quantize = "nf4" if saved.nf4 else "none"
+            cause = "the checkpoint is of a run with another --quantize"
+            raise R3LiteError(cause, f"Resume with --quantize {quantize}.", code="quantize-differs")
         # Streaming is this run's own choice: it changes no number, but needs all layers recomputed.
         saved = replace(saved, stream_layers=self.memory.stream_layers)
-        keeps = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
-        if peak(self.plan.workload, saved) <= self.plan.budget and not (saved.stream_layers and keeps):
+        keeps_activations = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
+        fits = peak(self.plan.workload, saved) <= self.plan.budget
+        if fits and not (saved.stream_layers and keeps_activations):
             self.memory = saved
 
     def _shrink(self, phase: Phase, reason: str) -> None:
         """Makes one figure smaller and says so."""
-        less = self._smaller(phase)
-        if less is None:
-            anew = "start a new run from it (--adapter) with --quantize nf4 or a smaller --max-length"
-            remedy = f"Close other programs that use the GPU and continue with --resume auto; or {anew}."
-            raise OutOfMemory(f"the device ran out of memory, and no size can be reduced further ({reason})", remedy)
-        old, new = asdict(self.memory), asdict(less)
-        changes = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])
-        print(f"warning: out of memory; the step is repeated with {changes}", file=sys.stderr)
-        self.memory = less
+        smaller = self._smaller(phase)
+        if smaller is None:
+            cause = f"the device ran out of memory, and no size can be reduced further ({reason})"
+            remedy = "Close other programs that use the GPU and continue with --resume auto; or start a new run from it"
+            remedy += " (--adapter) with --quantize nf4 or a smaller --max-length."
+            raise OutOfMemory(cause, remedy, code="out-of-memory")
+        old_figures = asdict(self.memory)
+        changes = [
+            f"{name} {old_figures[name]} -> {value}"
+            for name, value in asdict(smaller).items()
+            if value != old_figures[name]
+        ]
+        print(f"warning: out of memory; the step is repeated with {', '.join(changes)}", file=sys.stderr)
+        self.memory = smaller
 
     def _smaller(self, phase: Phase) -> Memory | None:
-        """The next smaller figures, the cheapest change first; None if there are none."""
-        m, w = self.memory, self.plan.workload
+        """Returns the next smaller figures, the cheapest change first; None if there are none."""
+        m = self.memory
+        w = self.plan.workload
         changes: list[tuple[str, object]] = []
         if phase == "sample":
             changes.append(("rollout_batch_size", min(m.rollout_batch_size, w.episodes) // 2))
         if m.micro_batch_tokens > w.pass_tokens:
             changes.append(("micro_batch_tokens", max(w.pass_tokens, m.micro_batch_tokens // 2)))
         if phase == "update":
-            L = w.model.num_hidden_layers
-            if m.recompute_layers < L:
-                changes.append(("recompute_layers", (m.recompute_layers + L + 1) // 2))
-            if m.loss_chunk > LEAST_CHUNK:
+            layers = w.model.num_hidden_layers
+            if m.recompute_layers < layers:
+                changes.append(("recompute_layers", (m.recompute_layers + layers + 1) // 2))
+            if m.loss_chunk > SMALLEST_CHUNK:
                 changes.append(("loss_chunk", m.loss_chunk // 2))
-        if m.mlp_tile > LEAST_TILE:
+        if m.mlp_tile > SMALLEST_TILE:
             changes.append(("mlp_tile", m.mlp_tile // 2))
         if w.on_cuda and not m.offload and phase == "update":
             changes.append(("offload", True))

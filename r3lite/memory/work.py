@@ -69,10 +69,8 @@ class Workload:
     mean_tokens: float = 0  # of a row, or of an episode at most; 0: row_tokens
     writes: float = 0  # of these, sampled or trained on; 0: all
     epochs: int = 1  # passes over the episodes of a round
-    ratios_first: bool = False  # the head is applied once more before a loss, for the ratios of whole episodes
     contexts: "Workload | None" = None  # the whole episodes, some of whose last turns are sampled several times
     expanded: int = 0  # episodes of a round that get another end at most
-    expanded_writes: float = 0  # tokens sampled for one of these
     refills: int = 0  # that a round may take; their number is not known beforehand
     held_out: int = 0  # questions of a validation; 0: there is none
     validate_every: int = 1  # rounds
@@ -84,6 +82,11 @@ class Workload:
     def pass_tokens(self) -> int:
         """Tokens of a pass at least: of a row, or in full fine-tuning of all rows of a step."""
         return self.row_tokens * (self.rows if self.full else 1)
+
+    @property
+    def learned_rows(self) -> int:
+        """The most rows that a round, or a step of SFT, learns from."""
+        return (self.episodes + self.joining) or self.step_rows
 
     @property
     def joining(self) -> int:

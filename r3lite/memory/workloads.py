@@ -8,7 +8,7 @@ import torch
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.grant import Memory
-from r3lite.devices.cards import CARDS, card
+from r3lite.devices.cards import CARDS, card, similar_names
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.memory.cuda_parts import LAPTOP, of_this_card
 from r3lite.memory.known_models import KNOWN
@@ -38,44 +38,54 @@ JUDGE_PREFILL = 1024  # tokens of requests that --judge local reads at once
 
 
 def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
-    """Sizes of a model and of its vocabulary, and how its weights are packed; those of KNOWN are known offline."""
-    known = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
-    if model.lower() in known and not Path(model).is_dir():
-        return *known[model.lower()], None
+    """Returns a model's sizes, the ids of its tokenizer, and how its weights are packed.
+
+    Those of KNOWN are known offline.
+    """
+    published = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
+    if model.lower() in published and not Path(model).is_dir():
+        config, vocabulary = published[model.lower()]
+        return config, vocabulary, None
     folder = resolve_folder(model)
-    # A plan needs no weights.
-    sizes = model_config(folder) if any(folder.glob("*.safetensors")) else read_config(folder)
-    return sizes, vocabulary_of(folder), _packed(folder)
+    if any(folder.glob("*.safetensors")):
+        config = model_config(folder)
+    else:
+        config = read_config(folder)  # a plan needs no weights
+    return config, vocabulary_of(folder), _packed(folder)
 
 
 def _packed(folder: Path) -> Packed | None:
-    """How the layers of a folder are packed, from the names of its tensors; None if it is not in NF4."""
+    """Returns how the layers of a folder are packed, from the names of its tensors; None if it is not in NF4."""
     if quant_method(folder) != bitsandbytes_weights.METHOD:
         return Packed() if is_nf4(folder) else None
     config = read_config(folder)
     weights = {name: out * into for name, (out, into) in linears(config).items()}
     paths = bitsandbytes_weights.packed_layers(tensor_places(folder))
     packed = sum(weights.get(path.rpartition(".")[2], 0) for path in paths)
-    return Packed(dense=config.num_hidden_layers * sum(weights.values()) - packed, wide=packed // nf4.BLOCK)
+    all_weights = config.num_hidden_layers * sum(weights.values())
+    return Packed(dense=all_weights - packed, wide=packed // nf4.BLOCK)
 
 
-def sft_workload(config: SftConfig, longest: int | None = None, **known: float | None) -> Workload:
-    """SFT over rows of at most `longest` tokens, by default --max-length.
+def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float | None) -> Workload:
+    """Returns SFT over rows of at most `longest` tokens, by default --max-length.
 
-    `known` are fields of Workload that are known once the rows are read, such as how many tokens they have in the mean.
+    `of_rows` are fields of Workload that are known once the rows are read, such as how many tokens they have in the
+    mean.
     """
-    longest, full = min(config.sft.max_length, longest or config.sft.max_length), config.lora.no_lora
+    longest = min(config.sft.max_length, longest or config.sft.max_length)
+    full = config.lora.no_lora
     if full and config.model.adapter:
         cause = f"--adapter is {config.model.adapter}, but --no-lora does not take one"
-        raise UsageError(f"{cause}: merge it with r3lite.export and pass --model")
+        raise UsageError(f"{cause}: merge it with r3lite.export and pass --model", code="model-is-adapter")
     base = _base(config.model)
     if full and base["packed"]:
         cause = f"--no-lora cannot train {config.model.model}, whose weights are in 4 bits"
-        raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.")
+        raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.", code="no-lora-quantized")
+    trained = {"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)
     return Workload(
         **base,
-        **({"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)),
-        **known,
+        **trained,
+        **of_rows,
         row_tokens=longest,
         rows=config.rows_per_step if full else config.sft.batch_size,
         step_rows=config.rows_per_step,
@@ -88,40 +98,45 @@ def rl_workload(
     steps: int | None = None,
     *,
     critic: bool,
-    ratios_first: bool = False,
     off_policy: int = 0,
     replays: bool = False,
 ) -> Workload:
-    """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without.
+    """Returns a round whose episodes all reach --max-length and begin with `shared` equal tokens.
 
     At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
     of their questions finds them.
     """
     if config.lora.no_lora:
-        raise UsageError("--no-lora works with sft only")
-    model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
+        raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")
+    model = config.model
+    rl = config.rl
+    lengths = config.lengths
     episodes = config.episodes_of_round
+    adapter = _adapter(model, config.lora)
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
     contexts = None
     if rl.learn == "answer":
-        whole = _sampling(lengths, config.retrieval, rl.batch_size, shared)
-        contexts = Workload(**_base(model), **_adapter(model, config.lora), **whole, shared=shared, trains=False)
+        full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
+        contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
         # Of an end one turn is sampled; all before it is given, and the same for all ends of a context.
         writes = min(lengths.max_new_tokens, lengths.max_length - 1)
         shared = lengths.max_length - writes
-        sampling |= {"writes": writes, "reads": shared, "mean_tokens": lengths.max_length}
+        sampling["writes"] = writes
+        sampling["reads"] = shared
+        sampling["mean_tokens"] = lengths.max_length
+    validation = config.validation
     validated = validation.eval_data is not None
     expanded = min(rl.expand_limit, episodes)
     learned = episodes + expanded + off_policy
-    most = min(rl.micro_batch_size or learned, learned)
-    of_step = min(rl.mini_batch_size, episodes + expanded) + off_policy  # all of which may be in one mini-batch
+    rows_per_pass = min(rl.micro_batch_size or learned, learned)
+    step_rows = min(rl.mini_batch_size, episodes + expanded) + off_policy  # all of which may be in one mini-batch
     return Workload(
         **_base(model),
-        **_adapter(model, config.lora),
+        **adapter,
         **sampling,
-        rows=min(most, of_step),
-        step_rows=of_step,
-        scored_rows=most,
+        rows=min(rows_per_pass, step_rows),
+        step_rows=step_rows,
+        scored_rows=rows_per_pass,
         off_policy=off_policy,
         shared=min(shared, lengths.max_length),
         scores=rl.has_reference + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
@@ -132,10 +147,8 @@ def rl_workload(
         teacher=_teacher(rl) if rl.teacher else None,
         judge=judge_work(config.judge, model),
         epochs=rl.update_epochs,
-        ratios_first=ratios_first,
         contexts=contexts,
         expanded=expanded,
-        expanded_writes=max(1, sampling["writes"] - lengths.max_new_tokens),  # a turn at least is shared
         refills=rl.refill_limit,
         held_out=validation.eval_questions if validated else 0,
         validate_every=validation.eval_every if validated else 1,
@@ -144,28 +157,52 @@ def rl_workload(
 
 
 def _teacher(rl: RLSettings) -> TeacherWork:
-    sizes, vocabulary, packed = shape_of(rl.teacher)
-    quantized = rl.teacher_quantize == "nf4" or packed is not None
-    adapter = _adapter(ModelSettings(adapter=rl.teacher_adapter), LoraSettings()) if rl.teacher_adapter else {}
-    return TeacherWork(sizes, quantized, min(rl.teacher_top, vocabulary), bool(adapter), **adapter, packed=packed)
+    config, vocabulary, packed = shape_of(rl.teacher)
+    adapter = {}
+    if rl.teacher_adapter:
+        adapter = _adapter(ModelSettings(adapter=rl.teacher_adapter), LoraSettings())
+    return TeacherWork(
+        model=config,
+        nf4=rl.teacher_quantize == "nf4" or packed is not None,
+        top=min(rl.teacher_top, vocabulary),
+        adapters=bool(adapter),
+        **adapter,
+        packed=packed,
+    )
 
 
 def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
-    """What --judge local computes, in figures of its own, whatever the run is granted; None with another judge."""
+    """Returns what --judge local computes, in figures of its own, whatever the run is granted; None without it."""
     if judge.judge != "local":
         return None
-    name = judge.local_model or model.model
-    sizes, vocabulary, packed = shape_of(name)
-    quantized = judge.judge_quantize == "nf4" or packed is not None
-    memory = Memory(nf4=quantized, micro_batch_tokens=JUDGE_PREFILL, rollout_batch_size=judge.judge_concurrency)
-    return JudgeWork(sizes, vocabulary, memory, min(judge.judge_max_length, sizes.max_position_embeddings), packed)
+    config, vocabulary, packed = shape_of(judge.local_model or model.model)
+    memory = Memory(
+        nf4=judge.judge_quantize == "nf4" or packed is not None,
+        micro_batch_tokens=JUDGE_PREFILL,
+        rollout_batch_size=judge.judge_concurrency,
+    )
+    return JudgeWork(
+        model=config,
+        vocabulary=vocabulary,
+        memory=memory,
+        row_tokens=min(judge.judge_max_length, config.max_position_embeddings),
+        packed=packed,
+    )
 
 
 def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
-    """Reading `rows` rows of at most `longest` tokens each without gradients, as a teacher does."""
+    """Returns reading `rows` rows of at most `longest` tokens each without gradients, as a teacher does."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
-    work = {"trains": False, "scores": 1, "scored_rows": rows, "step_rows": rows, "adapters": bool(adapter)}
-    return Workload(**_base(model), **adapter, **work, row_tokens=longest)
+    return Workload(
+        **_base(model),
+        **adapter,
+        row_tokens=longest,
+        trains=False,
+        scores=1,
+        scored_rows=rows,
+        step_rows=rows,
+        adapters=bool(adapter),
+    )
 
 
 def evaluate_workload(
@@ -175,63 +212,82 @@ def evaluate_workload(
     questions: int,
     judge: JudgeSettings | None = None,
 ) -> Workload:
-    """Answering `questions` questions, and judging the answers if there is a judge."""
+    """Returns answering `questions` questions, and judging the answers if there is a judge."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
-    work = judge_work(judge, model) if judge else None
-    return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False, judge=work)
+    return Workload(
+        **_base(model),
+        **adapter,
+        **_sampling(lengths, retrieval, questions),
+        trains=False,
+        judge=judge_work(judge, model) if judge else None,
+    )
 
 
 def on_card(workload: Workload, name: str, dtype: str) -> Workload:
-    """The same work on a card of the table, in the dtype of --dtype."""
-    found = card(name)
-    if found is None:
-        known = [card.name for card in CARDS]
-        raise UsageError(f"unknown --card {name}{nearest(name, known)}; choose from {', '.join(known)}")
+    """Returns the same work on a card of the table, in the dtype of --dtype."""
+    speeds = card(name)
+    if speeds is None:
+        choices = ", ".join(known_card.name for known_card in CARDS)
+        raise UsageError(
+            f"unknown --card {name}{nearest(name, similar_names(name))}; choose from {choices}", code="unknown-card"
+        )
     if dtype == "auto":
-        dtype = "bf16" if "bf16" in found.flops else "fp16"
-    element = DTYPES[dtype].itemsize
-    return replace(workload, element=element, dtype=dtype, on_cuda=True, beside=LAPTOP, speeds=found)
+        dtype = "bf16" if "bf16" in speeds.flops else "fp16"
+    return replace(
+        workload,
+        element=DTYPES[dtype].itemsize,
+        dtype=dtype,
+        on_cuda=True,
+        beside=LAPTOP,
+        speeds=speeds,
+    )
 
 
 def _base(model: ModelSettings) -> dict:
-    sizes, vocabulary, packed = shape_of(model.model)
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    kind = model.device if model.device != "auto" else next(name for name, found in here.items() if found)
-    # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
-    elsewhere = not here[kind] and model.dtype == "auto"
-    dtype = torch.float16 if elsewhere else resolve_dtype(model.dtype, torch.device(kind))
+    """Returns the fields of a workload that its model and its device decide."""
+    config, vocabulary, packed = shape_of(model.model)
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = model.device
+    if kind == "auto":
+        kind = next(name for name, is_here in available.items() if is_here)
+    if available[kind] or model.dtype != "auto":
+        dtype = resolve_dtype(model.dtype, torch.device(kind))
+    else:
+        # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
+        dtype = torch.float16
     return {
-        "model": sizes,
+        "model": config,
         "vocabulary": vocabulary,
         "packed": packed,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
         "beside": of_this_card(),
         "dtype": dtype_name(dtype),
-        "device": kind if here[kind] else None,
+        "device": kind if available[kind] else None,
     }
 
 
 def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
-    """Rank and projections of the adapter to start from, or of a fresh one if it does not exist yet."""
-    if model.adapter and (found := read_adapter_config(model.adapter)):
-        return {"lora_r": found.r, "targets": found.targets}
+    """Returns rank and projections of the adapter to start from, or of a fresh one if it does not exist yet."""
+    config = read_adapter_config(model.adapter) if model.adapter else None
+    if config:
+        return {"lora_r": config.r, "targets": config.targets}
     return {"lora_r": lora.lora_r, "targets": lora.lora_targets}
 
 
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int, shared: int = 0) -> dict:
+    """Returns the fields of a workload that sampling decides; episodes begin with `shared` tokens if that is known."""
     retrieves = retrieval.retriever != "none"
-    found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
-    reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
-    # As much is sampled as can be: documents get what is left.
-    turns = lengths.most_turns * lengths.max_new_tokens
-    prompt = shared or max(1, min(PROMPT, lengths.max_length - lengths.max_new_tokens))
-    writes = max(1, min(turns, lengths.max_length - prompt))
+    of_documents = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
+    before_turn = lengths.max_length - lengths.max_new_tokens
+    # As much is sampled as can be: documents get what remains.
+    of_turns = lengths.most_turns * lengths.max_new_tokens
+    prompt = shared or max(1, min(PROMPT, before_turn))
     return {
         "episodes": episodes,
         "row_tokens": lengths.max_length,
-        "reads": reads,
+        "reads": max(1, min(before_turn, max(PROMPT, of_documents))),
         "retrieves": retrieves,
-        "mean_tokens": min(lengths.max_length, prompt + turns + lengths.max_hops * found),
-        "writes": writes,
+        "mean_tokens": min(lengths.max_length, prompt + of_turns + lengths.max_hops * of_documents),
+        "writes": max(1, min(of_turns, lengths.max_length - prompt)),
     }

@@ -20,7 +20,7 @@ from r3lite.models.streaming import LayerStream
 
 
 def enable(model: CausalLM, grant: Grant) -> None:
-    """From now on the model's layers are run as the figures of `grant.memory` say, which may change between passes.
+    """Has the model's layers run as the figures of `grant.memory` say, which may change between passes.
 
     A pass with gradients keeps only the input of the first `recompute_layers` layers. The last layers are those that
     keep their activations, because theirs are freed before the first layer is run again. The inside of an MLP that
@@ -28,19 +28,41 @@ def enable(model: CausalLM, grant: Grant) -> None:
     inputs wait in the host's memory.
     """
     # The switch rather than the model: a model that refers to itself is freed late.
-    model.run_layer = _LayerRunner(grant, switch_of(model), model.head_weight.device, model.stream).run
+    runner = _LayerRunner(
+        grant,
+        switch=switch_of(model),
+        device=model.head_weight.device,
+        stream=model.stream,
+    )
+    model.run_layer = runner.run
 
 
 class _LayerRunner:
     """Runs layers by the figures that are granted when each of them is run."""
 
-    def __init__(self, grant: Grant, switch: Switch, device: torch.device, stream: LayerStream | None):
-        self.grant, self.switch, self.device, self.stream = grant, switch, device, stream
+    def __init__(
+        self,
+        grant: Grant,
+        switch: Switch,
+        device: torch.device,
+        stream: LayerStream | None,
+    ):
+        self.grant = grant
+        self.switch = switch
+        self.device = device
+        self.stream = stream
         self.host: Offload | None = None
         self.offloads_for: Memory | None = None  # the figures for which `host` was made
 
-    def run(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """A layer's output [B, T, C]."""
+    def run(
+        self,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+    ) -> Tensor:
+        """Returns a layer's output [B, T, C]."""
         memory = self.grant.memory
         if self.stream:
             self.stream.in_forward(layer.layer_idx)
@@ -48,23 +70,31 @@ class _LayerRunner:
             if not x.requires_grad:
                 # With a frozen base the first layer's input requires no gradient, and autograd would leave it out.
                 x.requires_grad_()
-            run = _LayerRun(layer, context, self.switch, memory.mlp_tile, self._offload(memory), self.stream)
+            run = _LayerRun(
+                layer=layer,
+                context=context,
+                switch=self.switch,
+                tile=memory.mlp_tile,
+                host=self._offload(memory),
+                stream=self.stream,
+            )
             return _Recomputed.apply(x, cos, sin, run)
         assert not (self.stream and torch.is_grad_enabled()), "a streamed layer keeps no activations"
-        return layer(x, cos, sin, context, memory.mlp_tile)
+        return layer(x, cos, sin, context=context, tile=memory.mlp_tile)
 
     def _offload(self, memory: Memory) -> Offload | None:
         if not memory.offload:
             return None
         # New with new figures: if memory ran out in a pass, the stack still holds the inputs of that pass.
         if self.host is None or self.offloads_for is not memory:
-            self.host, self.offloads_for = Offload(self.device), memory
+            self.host = Offload(self.device)
+            self.offloads_for = memory
         return self.host
 
 
 @dataclass(frozen=True)
 class _LayerRun:
-    """What both runs of a layer have in common, besides tensors."""
+    """The inputs of both runs of a layer that are no tensors."""
 
     layer: Layer
     context: AttentionContext
@@ -78,12 +108,22 @@ class _Recomputed(torch.autograd.Function):
     """One layer that keeps only its input. Its backward runs it again and adds to its adapter's gradients."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, run: _LayerRun) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        run: _LayerRun,
+    ) -> Tensor:
         ctx.run = run
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
         ctx.adapter = run.switch.active
-        kind = x.device.type
-        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        device_type = x.device.type
+        ctx.autocast = torch.autocast(
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+        )
         drops = run.layer.training and ctx.adapter is not None and run.switch.configs[ctx.adapter].dropout > 0
         ctx.random = _random_state(x.device) if drops else None
         if run.host is None:
@@ -91,41 +131,61 @@ class _Recomputed(torch.autograd.Function):
         else:
             ctx.save_for_backward(cos, sin)
             run.host.put(x)
-        return run.layer(x, cos, sin, run.context, run.tile)
+        return run.layer(x, cos, sin, context=run.context, tile=run.tile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run, (cos, sin, *x) = ctx.run, ctx.saved_tensors
+        run = ctx.run
         if run.stream:
             run.stream.in_backward(run.layer.layer_idx)
-        x = (x[0] if run.host is None else run.host.take()).detach().requires_grad_()
+        if run.host is None:
+            cos, sin, x = ctx.saved_tensors
+        else:
+            cos, sin = ctx.saved_tensors
+            x = run.host.take()
+        x = x.detach().requires_grad_()
         random = contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
         with torch.enable_grad(), ctx.autocast, run.switch.to(ctx.adapter), random:
-            middle = run.layer.attend(x, cos, sin, run.context)  # [B, T, C]
-            grad = _feed_forward_backward(run.layer, middle.detach(), grad, run.tile)
+            middle = run.layer.attend(x, cos, sin, context=run.context)  # [B, T, C]
+            grad = _feed_forward_backward(run.layer, middle.detach(), grad=grad, tile=run.tile)
         middle.backward(grad)
         return x.grad, None, None, None
 
 
-def _feed_forward_backward(layer: Layer, x: Tensor, grad: Tensor, tile: int) -> Tensor:
-    """The gradient [B, T, C] with respect to x [B, T, C] of a layer's second half, `tile` tokens at a time."""
+def _feed_forward_backward(
+    layer: Layer,
+    x: Tensor,
+    grad: Tensor,
+    tile: int,
+) -> Tensor:
+    """Returns the gradient [B, T, C] with respect to x [B, T, C] of a layer's second half, run a tile at a time.
+
+    A tile is `tile` tokens.
+    """
     grad_x = torch.empty_like(grad)
-    rows = (t.flatten(0, 1).split(tile) for t in (x, grad, grad_x))  # of [B T, C]
-    for piece, piece_grad, result in zip(*rows, strict=True):
-        piece = piece.detach().requires_grad_()
-        layer.feed_forward(piece).backward(piece_grad)
-        result.copy_(piece.grad)
+    x_tiles = x.flatten(0, 1).split(tile)  # of [B T, C]
+    grad_tiles = grad.flatten(0, 1).split(tile)
+    grad_x_tiles = grad_x.flatten(0, 1).split(tile)
+    for x_tile, grad_tile, grad_x_tile in zip(x_tiles, grad_tiles, grad_x_tiles, strict=True):
+        x_tile = x_tile.detach().requires_grad_()
+        layer.feed_forward(x_tile).backward(grad_tile)
+        grad_x_tile.copy_(x_tile.grad)
     return grad_x
 
 
 def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | None]:
-    """The device, and the states of PyTorch's generators of the CPU and of CUDA, as `_replayed` takes them."""
-    return device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    """Returns the device, and the states of PyTorch's generators of the CPU and of CUDA, as `_replayed` takes them."""
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return device, torch.get_rng_state(), cuda_state
 
 
 @contextlib.contextmanager
-def _replayed(device: torch.device, cpu: Tensor, cuda: Tensor | None):
+def _replayed(
+    device: torch.device,
+    cpu: Tensor,
+    cuda: Tensor | None,
+):
     """Within the `with` block PyTorch's generators start from the given states; afterwards they are as before it."""
     with torch.random.fork_rng([] if cuda is None else [device]):
         torch.set_rng_state(cpu)

@@ -22,8 +22,13 @@ class AttentionContext(Protocol):
 
     positions: Tensor  # [B, T], or [1, T] if all rows have the same
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
+        """Returns the attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
 
         `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already.
         """
@@ -37,33 +42,56 @@ class CausalRows:
 
     def __init__(self, input_ids: Tensor):
         """`input_ids` [B, T]: the tokens of the pass."""
-        self.positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        self.positions = positions[None]  # [1, T]
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         return grouped_attention(q, kv, None)
 
 
-def grouped_attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention's output [B, T, H D] for queries [B, H, T, D] and keys, then values [B, 2 K, S, D]; causal if no mask.
+def grouped_attention(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Returns the attention's output [B, T, H D] for queries [B, H, T, D].
 
-    Each key/value head serves H / K query heads. Heads are expanded rather than enable_gqa: on CUDA that flag is served
-    only by the flash and math kernels, so cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
+    `kv` [B, 2 K, S, D] has the keys, then the values. Without a mask the attention is causal. Each key/value head
+    serves H / K query heads. Heads are expanded rather than enable_gqa: on CUDA that flag is served only by the flash
+    and math kernels, so cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
     """
     B, K2, S, D = kv.shape
-    groups = 2 * q.shape[1] // K2
-    k, v = kv[:, :, None].expand(B, K2, groups, S, D).reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
+    query_heads = 2 * q.shape[1] // K2  # of each key head
+    kv = kv[:, :, None].expand(B, K2, query_heads, S, D)
+    k, v = kv.reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
     return out.transpose(1, 2).flatten(2)
 
 
-def causal_masks(stretches: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """What is added to the scores of T tokens that come after `start` others, [T, start + T], for each (start, T).
+def causal_masks(
+    stretches: Sequence[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Returns for each (start, T) the mask [T, start + T] of T tokens that come after `start` earlier ones.
 
-    None if nothing comes before: `grouped_attention` is causal without a mask. Rows are aligned, see ALIGNMENT.
+    A mask is added to the scores. It is None if nothing comes before: `grouped_attention` is causal without a mask. Its
+    rows are aligned, see ALIGNMENT.
     """
     longest = max((T for start, T in stretches if start), default=0)
     causal = torch.full((longest, longest), float("-inf"), dtype=dtype, device=device).triu(1)
-    return [
-        F.pad(causal[:T, :T], (start, -(start + T) % ALIGNMENT))[:, : start + T] if start else None
-        for start, T in stretches
-    ]
+    masks: list[Tensor | None] = []
+    for start, T in stretches:
+        if start == 0:
+            masks.append(None)
+            continue
+        length = start + T
+        padding = -length % ALIGNMENT
+        padded = F.pad(causal[:T, :T], (start, padding))
+        masks.append(padded[:, :length])
+    return masks

@@ -52,17 +52,25 @@ class Embeddings(nn.Module):
         self.first = config.first_position
 
     def forward(self, input_ids: Tensor, segments: Tensor | None) -> Tensor:
-        """[B, T] -> [B, T, C]. `segments` [B, T] is 0 at the first text and 1 at the second; None: all 0."""
-        of_segment = self.token_type_embeddings.weight[0] if segments is None else self.token_type_embeddings(segments)
-        places = self.position_embeddings.weight[self.first : self.first + input_ids.shape[1]] + of_segment
-        return self.LayerNorm(self.word_embeddings(input_ids) + places)
+        """Returns the embeddings [B, T, C] of token ids [B, T].
+
+        `segments` [B, T] is 0 at the first text and 1 at the second; None: all 0.
+        """
+        if segments is None:
+            segment_embeddings = self.token_type_embeddings.weight[0]
+        else:
+            segment_embeddings = self.token_type_embeddings(segments)
+        end = self.first + input_ids.shape[1]
+        positions = self.position_embeddings.weight[self.first : end]
+        return self.LayerNorm(self.word_embeddings(input_ids) + (positions + segment_embeddings))
 
 
 class Linear(nn.Linear):
     """A linear layer whose weight is frozen."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+        out = linear(x.flatten(0, -2), self.weight, self.bias)
+        return out.unflatten(0, x.shape[:-1])
 
 
 class SelfAttention(nn.Module):
@@ -71,13 +79,20 @@ class SelfAttention(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
         self.heads = config.num_attention_heads
-        self.query, self.key, self.value = (Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        self.query = Linear(config.hidden_size, config.hidden_size)
+        self.key = Linear(config.hidden_size, config.hidden_size)
+        self.value = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = (p(x).view(B, T, self.heads, -1).transpose(1, 2) for p in (self.query, self.key, self.value))
+        q = self._heads(self.query(x))
+        k = self._heads(self.key(x))
+        v = self._heads(self.value(x))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, D]
-        return out.transpose(1, 2).reshape(B, T, C)
+        return out.transpose(1, 2).reshape(x.shape)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Splits [B, T, C] into heads, [B, H, T, D]."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class Output(nn.Module):
@@ -92,18 +107,23 @@ class Output(nn.Module):
         return self.LayerNorm(self.dense(x) + residual)
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """One post-norm transformer layer."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.attention = nn.ModuleDict({"self": SelfAttention(config), "output": Output(config.hidden_size, config)})
-        self.intermediate = nn.ModuleDict({"dense": Linear(config.hidden_size, config.intermediate_size)})
+        self.attention = nn.ModuleDict()
+        self.attention["self"] = SelfAttention(config)
+        self.attention["output"] = Output(config.hidden_size, config)
+        self.intermediate = nn.ModuleDict()
+        self.intermediate["dense"] = Linear(config.hidden_size, config.intermediate_size)
         self.output = Output(config.intermediate_size, config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.attention["output"](self.attention["self"](x, mask), x)
-        return self.output(F.gelu(self.intermediate["dense"](x)), x)
+        attended = self.attention["self"](x, mask)
+        x = self.attention["output"](attended, x)
+        hidden = F.gelu(self.intermediate["dense"](x))
+        return self.output(hidden, x)
 
 
 class Bert(nn.Module):
@@ -113,14 +133,22 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))})
+        layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": layers})
 
-    def forward(self, input_ids: Tensor, real: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """Hidden states [B, T, C] of token ids [B, T], padded on the right; `real` [B, T] is False at padding.
+    def forward(
+        self,
+        input_ids: Tensor,
+        real: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the hidden states [B, T, C] of token ids [B, T], padded on the right.
 
-        Rows of `real` have at least one True. Hidden states at padding have no meaning.
+        `real` [B, T] is False at padding; its rows have at least one True. Hidden states at padding have no meaning.
         """
-        mask = None if real is None or bool(real.all()) else real[:, None, None, :].bool()  # [B, 1, 1, T]
+        mask = None
+        if real is not None and not bool(real.all()):
+            mask = real[:, None, None, :].bool()  # [B, 1, 1, T]
         x = self.embeddings(input_ids, segments)
         for layer in self.encoder["layer"]:
             x = layer(x, mask)
@@ -137,28 +165,42 @@ class BertScorer(nn.Module):
         self.pooler = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.hidden_size)})
         self.classifier = nn.Linear(config.hidden_size, 1)
 
-    def forward(self, input_ids: Tensor, real: Tensor | None, segments: Tensor) -> Tensor:
-        """Logits [B] of pairs, from token ids, `real` and `segments` as above, all [B, T]."""
-        first = self.bert(input_ids, real, segments)[:, 0]  # [B, C], of [CLS]
-        return self.classifier(torch.tanh(self.pooler["dense"](first)))[:, 0]
+    def forward(
+        self,
+        input_ids: Tensor,
+        real: Tensor | None,
+        segments: Tensor,
+    ) -> Tensor:
+        """Returns the logits [B] of pairs, from token ids, `real` and `segments` as in `Bert`, all [B, T]."""
+        hidden = self.bert(input_ids, real, segments)
+        pooled = torch.tanh(self.pooler["dense"](hidden[:, 0]))  # [B, C], of [CLS]
+        return self.classifier(pooled)[:, 0]
 
 
 def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -> BertConfig:
-    """Sizes from a folder's `config.json`; R3LiteError names what is unsupported."""
+    """Reads the sizes from a folder's `config.json`; R3LiteError names what is unsupported."""
     record = read_record(Path(folder) / "config.json", "Copy config.json from the model's source.")
-    kind = record.text("model_type")
-    given = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
-    found = {"model_type": (kind, types)} | {key: (record.text(key, only), (only,)) for key, only in given.items()}
-    for key, (value, supported) in found.items():
+    model_type = record.text("model_type")
+    activation = record.text("hidden_act", "gelu")
+    positions = record.text("position_embedding_type", "absolute")
+    for key, value, supported in (
+        ("model_type", model_type, types),
+        ("hidden_act", activation, ("gelu",)),
+        ("position_embedding_type", positions, ("absolute",)),
+    ):
         if value not in supported:
             raise R3LiteError(
                 f"{record.source.where}: {key} is {value!r}; only {' and '.join(map(repr, supported))} is supported",
                 "Use a BERT, such as intfloat/e5-base-v2, or a BERT cross-encoder for --rerank.",
+                code="bert-unsupported",
             )
-    first = 0 if kind == "bert" else record.whole("pad_token_id", 1, high=1 << 20) + 1
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    first = 0
+    if model_type != "bert":
+        first = record.whole("pad_token_id", 1, high=1 << 20) + 1
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    sizes = {name: record.whole(name, low=1, high=SIZES[name]) for name in names}
     config = BertConfig(
-        **{name: record.whole(name, low=1, high=SIZES[name]) for name in sizes},
+        **sizes,
         # [CLS], a word and [SEP] are the shortest text.
         max_position_embeddings=record.whole("max_position_embeddings", 512, low=3 + first, high=1 << 20),
         type_vocab_size=record.whole("type_vocab_size", 2, low=1, high=1 << 20),
@@ -170,55 +212,88 @@ def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -
     return config
 
 
-def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Bert:
-    """The encoder of a model folder, frozen, in `dtype` on `device`; pooler and heads are left out.
+def load_bert(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Bert:
+    """Loads the encoder of a model folder, frozen, in `dtype` on `device`; pooler and heads are left out.
 
     Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     with torch.device("meta"):
         model = Bert(read_bert_config(folder))
-    return _filled(model, Path(folder), ("pooler.", "cls.", "lm_head."), dtype, device)
+    surplus = ("pooler.", "cls.", "lm_head.")
+    return _filled(model, Path(folder), surplus=surplus, dtype=dtype, device=device)
 
 
 def load_bert_scorer(
     folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> BertScorer:
-    """The cross-encoder of a model folder, frozen, in `dtype` on `device`. Raises R3LiteError as `load_bert` does."""
+    """Loads the cross-encoder of a model folder, frozen, in `dtype` on `device`. Raises R3LiteError as `load_bert`."""
     with torch.device("meta"):
         model = BertScorer(read_bert_config(folder, MODEL_TYPES[:1]))  # the others have another head
-    return _filled(model, Path(folder), ("cls.",), dtype, device)
+    return _filled(model, Path(folder), surplus=("cls.",), dtype=dtype, device=device)
 
 
 Model = TypeVar("Model", Bert, BertScorer)
 
 
 def _filled(
-    model: Model, folder: Path, ignored: tuple[str, ...], dtype: torch.dtype, device: str | torch.device
+    model: Model, folder: Path, surplus: tuple[str, ...], dtype: torch.dtype, device: str | torch.device
 ) -> Model:
-    """The model with the weights of its folder; those whose plain names begin with one of `ignored` are left out."""
+    """Fills the model with the weights of its folder, but for those whose plain names begin with one of `surplus`."""
     path = folder / "model.safetensors"
-    own = {_plain(name): name for name, _ in model.named_parameters()}  # plain name -> ours
-    expected = {_plain(name): p.shape for name, p in model.named_parameters()}
     if not path.exists():
-        raise R3LiteError(f"{folder} has no model.safetensors", "Use a model whose weights are in safetensors format.")
-    ignored = (*ignored, "embeddings.position_ids")  # which old exporters wrote
-    stored = {_plain(name): tensor for name, tensor in read_tensors(path).items()}
-    found = {name: tensor for name, tensor in stored.items() if not name.startswith(ignored)}
-    wrong = [f"{n} is missing" for n in expected if n not in found]
-    wrong += [f"{n} is unexpected" for n in found if n not in expected]
-    if not wrong:
-        shapes = {n: (list(found[n].shape), list(shape)) for n, shape in expected.items()}
-        wrong = [f"{n} has shape {has}, not {needs}" for n, (has, needs) in shapes.items() if has != needs]
-        wrong += [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise R3LiteError(f"{path}: {wrong[0]}{more}", "Get config.json and the weights from the same model.")
-    # Copied, because the tensors that were read are views of the mapped file.
-    model.load_state_dict({own[n]: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
+        raise R3LiteError(
+            f"{folder} has no model.safetensors",
+            "Use a model whose weights are in safetensors format.",
+            code="weights-absent",
+        )
+    parameter_names = {}  # ours by the plain ones
+    expected_shapes = {}
+    for name, parameter in model.named_parameters():
+        parameter_names[_plain(name)] = name
+        expected_shapes[_plain(name)] = parameter.shape
+    surplus = (*surplus, "embeddings.position_ids")  # which old exporters wrote
+    tensors = {}
+    for name, tensor in read_tensors(path).items():
+        if not _plain(name).startswith(surplus):
+            tensors[_plain(name)] = tensor
+    faults = _faults(tensors, expected_shapes)
+    if faults:
+        further = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise R3LiteError(
+            f"{path}: {faults[0]}{further}",
+            "Get config.json and the weights from the same model.",
+            code="bert-weights-differ",
+        )
+    state = {}
+    for name, tensor in tensors.items():
+        # Copied, because the tensors that were read are views of the mapped file.
+        state[parameter_names[name]] = tensor.to(device, dtype, copy=True)
+    model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
 
 
+def _faults(tensors: dict[str, Tensor], expected_shapes: dict[str, torch.Size]) -> list[str]:
+    """Returns a line on each tensor that is missing, unexpected or, if none is, of the wrong shape or type."""
+    missing = [f"{name} is missing" for name in expected_shapes if name not in tensors]
+    unexpected = [f"{name} is unexpected" for name in tensors if name not in expected_shapes]
+    if missing or unexpected:
+        return missing + unexpected
+    faults = []
+    for name, expected in expected_shapes.items():
+        shape = tensors[name].shape
+        if shape != expected:
+            faults.append(f"{name} has shape {list(shape)}, not {list(expected)}")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            faults.append(f"{name} is of type {tensor.dtype}")
+    return faults
+
+
 def _plain(name: str) -> str:
-    """A tensor's name without the prefix and the old spellings that some checkpoints have."""
+    """Returns a tensor's name without the prefix and the old spellings that some checkpoints have."""
     name = name.removeprefix("bert.").removeprefix("roberta.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -24,47 +24,69 @@ from r3lite.models.nf4 import BLOCK, GROUP, Nf4Weight
 
 METHOD = "bitsandbytes"
 STATE = ".weight.quant_state.bitsandbytes__nf4"
-# What `quantization_config` must say, and what a key that it lacks means.
-WANTED = {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
+# The values that `quantization_config` must have, and those that a key has that it lacks.
+REQUIRED = {
+    "quant_method": METHOD,
+    "load_in_8bit": False,
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
 DEFAULTS = {"load_in_8bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "uint8"}
 REMEDY = "Use the model's unquantized checkpoint, with --quantize nf4 for NF4."
 
 
 def unsupported(quantization: dict[str, Any]) -> str | None:
-    """What is not read of a `quantization_config`, by its key; None if all is."""
-    for key, wanted in {"quant_method": METHOD, **WANTED}.items():
+    """Returns what r3lite does not read of a `quantization_config`, by its key; None if it reads all of it."""
+    for key, required in REQUIRED.items():
         value = quantization.get(key)
-        if (DEFAULTS.get(key) if value is None else value) != wanted:
-            return f"quantization_config.{key} is {shown(value)}, not {shown(wanted)}"
+        effective = DEFAULTS.get(key) if value is None else value
+        if effective != required:
+            return f"quantization_config.{key} is {shown(value)}, not {shown(required)}"
     return None
 
 
 def packed_layers(names: Iterable[str]) -> set[str]:
-    """The paths of the layers that are in NF4, of the names of a folder's tensors."""
+    """Returns the paths of the layers that are in NF4, from the names of a folder's tensors."""
     return {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
 
 
-def unpack(file: Path, path: str, shape: tuple[int, int], read: Callable[[str], Tensor]) -> Nf4Weight:
-    """The weight [out, in] of the layer `path`, of tensors that `read` gives by name; its numbers are bitsandbytes'.
+def unpack(
+    file: Path,
+    path: str,
+    shape: tuple[int, int],
+    read: Callable[[str], Tensor],
+) -> Nf4Weight:
+    """Returns the weight [out, in] of the layer `path`, with the numbers that bitsandbytes computes.
 
-    Raises R3LiteError naming what is not of the type or size that it must have.
+    `read` returns a tensor of the folder by its name. Raises R3LiteError naming a tensor or a key of the state that is
+    not of the type, size or value that it must have.
     """
     numbers = shape[0] * shape[1]
     blocks = numbers // BLOCK
-    text = bytes(read(f"{path}{STATE}").to(torch.uint8).flatten().tolist()).decode(errors="replace")
+    state_bytes = read(f"{path}{STATE}").to(torch.uint8).flatten().tolist()
     where = f"{file}: {path}{STATE}"
-    state = Record(within(where, REMEDY, text), Source(where, REMEDY))
+    values = within(where, REMEDY, bytes(state_bytes).decode(errors="replace"))
+    state = Record(values, Source(where, REMEDY))
     nested = "nested_blocksize" in state
-    wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
-    for key, value in (wanted | ({"nested_blocksize": GROUP, "nested_dtype": "float32"} if nested else {})).items():
+    required = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+    if nested:
+        required |= {"nested_blocksize": GROUP, "nested_dtype": "float32"}
+    for key, value in required.items():
         if state.values.get(key) != value:
             raise state.wrong(key, shown(value))
 
-    def part(name: str, dtype: torch.dtype, size: int) -> Tensor:
+    def part(
+        name: str,
+        dtype: torch.dtype,
+        size: int,
+    ) -> Tensor:
         tensor = read(f"{path}.weight{name}")
         if tensor.dtype != dtype or tensor.numel() != size:
-            found = f"{tensor.numel()} numbers of type {tensor.dtype}"
-            raise R3LiteError(f"{file}: {path}.weight{name} has {found}, not {size} of {dtype}", REMEDY)
+            actual = f"{tensor.numel()} numbers of type {tensor.dtype}"
+            raise R3LiteError(
+                f"{file}: {path}.weight{name} has {actual}, not {size} of {dtype}", REMEDY, code="bnb-weight-differs"
+            )
         return tensor.flatten()
 
     codes = part("", torch.uint8, numbers // 2).view(shape[0], -1)
@@ -72,6 +94,12 @@ def unpack(file: Path, path: str, shape: tuple[int, int], read: Callable[[str], 
     groups = -(-blocks // GROUP)
     if nested:
         scale = part(".nested_absmax", torch.float32, groups).repeat_interleave(GROUP)[:blocks]
-        absmax = part(".nested_quant_map", torch.float32, 256)[absmax.int()] * scale + state.number("nested_offset")
+        steps = part(".nested_quant_map", torch.float32, 256)
+        absmax = steps[absmax.int()] * scale + state.number("nested_offset")
     absmax = F.pad(absmax, (0, -blocks % GROUP)).view(groups, GROUP)
-    return Nf4Weight(codes, absmax, torch.ones(groups), torch.zeros(groups))
+    return Nf4Weight(
+        codes=codes,
+        absmax=absmax,
+        absmax_scale=torch.ones(groups),
+        absmax_mean=torch.zeros(groups),
+    )

@@ -71,39 +71,49 @@ class RMSNorm(nn.Module):
 
 
 def divisors(head_dim: int, theta: float) -> Tensor:
-    """The inverse rotary frequencies [D/2]: pair i of a head is rotated by position / theta^(2i / D)."""
+    """Returns the inverse rotary frequencies [D/2]: pair i of a head is rotated by position / theta^(2i / D)."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
-    """The factors [D/2] of the divisors in Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
+    """Returns the factors [D/2] of the divisors in Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
 
     A pair that turns more than `high_freq_factor` times within the original length keeps its frequency, one that turns
     less than `low_freq_factor` times has it divided by `factor`, and between the two it is interpolated.
     """
     turns = scaling.original_max_position_embeddings / (2 * math.pi * divisors)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return 1 / ((1 - kept) / scaling.factor + kept)
+    interpolated_turns = scaling.high_freq_factor - scaling.low_freq_factor
+    unscaled_share = (turns - scaling.low_freq_factor) / interpolated_turns
+    unscaled_share = unscaled_share.clamp(0, 1)
+    return 1 / ((1 - unscaled_share) / scaling.factor + unscaled_share)
 
 
 @functools.cache
 def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
-    """The divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
+    """Returns the divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
     half = divisors(config.head_dim, config.rope_theta)
     if config.rope_scaling:
         half = half * stretch(half, config.rope_scaling)
     return torch.cat((-half, half)).to(device, non_blocking=True)
 
 
-def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_; computed in fp32.
+def rotary_angles(
+    positions: Tensor,
+    config: ModelConfig,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
-    The sines of the first half are negated here, once, instead of half of every head in every layer.
+    The angles are computed in fp32, the results are in `dtype`. The sines of the first half are negated here, once,
+    instead of half of every head in every layer.
     """
-    angles = positions[:, :, None, None] / _rotary_divisors(config, positions.device)  # [B, T, 1, D]
-    cos, sin = (torch.empty(angles.shape, dtype=dtype, device=angles.device) for _ in range(2))
-    return torch.cos(angles, out=cos), torch.sin(angles, out=sin)
+    head_divisors = _rotary_divisors(config, positions.device)
+    angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]
+    cos = torch.empty(angles.shape, dtype=dtype, device=angles.device)
+    sin = torch.empty(angles.shape, dtype=dtype, device=angles.device)
+    torch.cos(angles, out=cos)
+    torch.sin(angles, out=sin)
+    return cos, sin
 
 
 class Attention(nn.Module):
@@ -112,24 +122,40 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        q_size = self.heads * self.head_dim
+        kv_size = self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = None
+        self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor) -> Tensor:
-        """The output [B, T, C] of the attention for x [B, T, C], plus the residual [B, T, C]."""
-        qkv = project((self.q_proj, self.k_proj, self.v_proj), x).unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+        residual: Tensor,
+    ) -> Tensor:
+        """Returns the attention's output for x [B, T, C], plus the residual [B, T, C]."""
+        qkv = project((self.q_proj, self.k_proj, self.v_proj), x)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
         if self.q_norm:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-        qkv = rotate_(qkv, self.heads + self.kv_heads, cos, sin).transpose(1, 2)  # [B, H+2K, T, D]
-        q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)  # [B, H, T, D], [B, 2K, T, D]
-        return project((self.o_proj,), context.attend(self.layer_idx, q, kv), residual)
+        qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
+        qkv = qkv.transpose(1, 2)  # [B, H+2K, T, D]
+        q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)
+        out = context.attend(self.layer_idx, q, kv)  # [B, T, H D]
+        return project((self.o_proj,), out, residual)
 
 
 class MLP(nn.Module):
@@ -141,18 +167,28 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor, tile: int | None = None) -> Tensor:
-        """[..., C] -> [..., C], plus the residual [..., C].
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        tile: int | None = None,
+    ) -> Tensor:
+        """Returns the network's output for x [..., C], plus the residual [..., C].
 
         Without gradients, x [B, T, C] is run `tile` tokens at a time, because the intermediate tensors are wide.
         """
-        if tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > tile:
-            pieces = (t.flatten(0, 1).split(tile) for t in (x, residual))  # of [B T, C]
-            return torch.cat([self._project(*piece) for piece in zip(*pieces, strict=True)]).view_as(x)
-        return self._project(x, residual)
+        if not tile or torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= tile:
+            return self._project(x, residual)
+        outputs = []
+        x_tiles = x.flatten(0, 1).split(tile)  # of [B T, C]
+        residual_tiles = residual.flatten(0, 1).split(tile)
+        for x_tile, residual_tile in zip(x_tiles, residual_tiles, strict=True):
+            outputs.append(self._project(x_tile, residual_tile))
+        return torch.cat(outputs).view_as(x)
 
     def _project(self, x: Tensor, residual: Tensor) -> Tensor:
-        return project((self.down_proj,), swiglu(project((self.gate_proj, self.up_proj), x)), residual)
+        hidden = swiglu(project((self.gate_proj, self.up_proj), x))
+        return project((self.down_proj,), hidden, residual)
 
 
 class Layer(nn.Module):
@@ -169,16 +205,22 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None = None
     ) -> Tensor:
-        """[B, T, C] -> [B, T, C]; `tile` is explained at MLP."""
-        return self.feed_forward(self.attend(x, cos, sin, context), tile)
+        """Returns the layer's output [B, T, C] for x [B, T, C]; `tile` is explained at MLP."""
+        return self.feed_forward(self.attend(x, cos, sin, context=context), tile)
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """The layer's first half: x [B, T, C] plus the attention's output."""
-        return self.self_attn(self.input_layernorm(x), cos, sin, context, residual=x)
+    def attend(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+    ) -> Tensor:
+        """Runs the layer's first half; returns x [B, T, C] plus the attention's output."""
+        return self.self_attn(self.input_layernorm(x), cos, sin, context=context, residual=x)
 
     def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """The layer's second half: x [..., C] plus the feed-forward network's output."""
-        return self.mlp(self.post_attention_layernorm(x), x, tile)
+        """Runs the layer's second half; returns x [..., C] plus the feed-forward network's output."""
+        return self.mlp(self.post_attention_layernorm(x), residual=x, tile=tile)
 
 
 class Trunk(nn.Module):
@@ -191,9 +233,15 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-    """A layer's output [B, T, C], without activation checkpointing: autograd keeps its activations."""
-    return layer(x, cos, sin, context)
+def run_layer(
+    layer: Layer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    context: AttentionContext,
+) -> Tensor:
+    """Returns a layer's output [B, T, C], without activation checkpointing: autograd keeps its activations."""
+    return layer(x, cos, sin, context=context)
 
 
 class CausalLM(nn.Module):
@@ -214,23 +262,27 @@ class CausalLM(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The output head [V, C]; the embedding itself when the two are tied."""
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.weight
+        return self.lm_head.weight
 
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Hidden states [B, T, C] after the final norm, for token ids [B, T].
+        """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Without a context the ids are independent rows, padded on the right. With one they are the tokens of a pack
         [1, N], of a prefill [1, N] or of a decode step [B, 1]. They may be on the host.
         """
-        table = self.model.embed_tokens
-        x = table(input_ids.to(table.weight.device, non_blocking=True))  # [B, T, C]
-        x = x if self.stream is None else self.stream.upload(x)
-        context = CausalRows(input_ids) if context is None else context
+        embed_tokens = self.model.embed_tokens
+        x = embed_tokens(input_ids.to(embed_tokens.weight.device, non_blocking=True))  # [B, T, C]
+        if self.stream is not None:
+            x = self.stream.upload(x)
+        if context is None:
+            context = CausalRows(input_ids)
         cos, sin = rotary_angles(context.positions, self.config, x.dtype)
         for layer in self.model.layers:
-            x = self.run_layer(layer, x, cos, sin, context)
+            x = self.run_layer(layer, x, cos=cos, sin=sin, context=context)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., C], in the weights' dtype."""
+        """Returns the logits [..., V] of hidden states [..., C], in the weights' dtype."""
         return F.linear(hidden, self.head_weight)

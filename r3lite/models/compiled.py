@@ -14,7 +14,7 @@ from r3lite.models.projections import Nf4Linear
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device, such as that there is no C++ compiler or no Triton; None if it can."""
+    """Returns why nothing can be compiled for a device, such as that there is no C++ compiler; None if it can."""
     try:
         _compiled(torch.neg)(torch.ones(2, device=device))
     except (RuntimeError, ImportError) as error:
@@ -23,15 +23,16 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def enable(model: CausalLM) -> None:
-    """From now on the model's NF4 weights are made dense by compiled code; it is compiled now. Takes tens of seconds.
+    """Has the model's NF4 weights made dense by compiled code, from now on.
 
-    So no step of a run waits for it.
+    It is compiled now, which takes tens of seconds, so that no step of a run waits for it.
     """
-    dequantize, packed = _Dequantizer(), [module for module in model.modules() if isinstance(module, Nf4Linear)]
-    for module in packed:
-        module.dequantize = dequantize
-    for module in packed[:1]:
-        module.dequantize([module.weight], model.head_weight.dtype)
+    dequantize = _Dequantizer()
+    layers = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    for layer in layers:
+        layer.dequantize = dequantize
+    if layers:
+        dequantize([layers[0].weight], model.head_weight.dtype)
 
 
 def _compiled(function: Callable) -> Callable:
@@ -48,13 +49,19 @@ class _Dequantizer:
     def __call__(self, weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
         parts = []
         for weight in joined(weights):
-            flat = Nf4Weight(*(_any_size(part) for part in vars(weight).values()))
-            parts.append(self.dense_blocks(flat, code_points(weight.device), dtype).view(weight.shape))
+            marked = Nf4Weight(
+                codes=_any_size(weight.codes),
+                absmax=_any_size(weight.absmax),
+                absmax_scale=_any_size(weight.absmax_scale),
+                absmax_mean=_any_size(weight.absmax_mean),
+            )
+            blocks = self.dense_blocks(marked, code_points(weight.device), dtype)
+            parts.append(blocks.view(weight.shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _any_size(tensor: Tensor) -> Tensor:
-    """The tensor [N, ...], for any N above 1 of which the same code is used."""
+    """Returns the tensor [N, ...], marked so that the same code is used for any N above 1."""
     tensor = tensor.contiguous().data  # not a view, of which the shape of what it shows would be compiled in
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
@@ -9,7 +10,7 @@ from r3lite.core.records import Record, shown
 from r3lite.models import bitsandbytes_weights, nf4
 from r3lite.models.causal_lm import ModelConfig, RopeScaling
 
-# The most of each size: far beyond any published model, and yet a model of it can be laid out without delay.
+# The upper limit of each size: far beyond any published model, and yet a model of it can be laid out without delay.
 SIZES = {
     "vocab_size": 1 << 24, "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1000,
     "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
@@ -23,7 +24,7 @@ ROPE = "Only llama3 is supported. Remove it from config.json to train within the
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one `model_type` compute, which their `config.json` need not say."""
+    """Switches of the models of one `model_type`, which their `config.json` need not have."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -39,35 +40,43 @@ FAMILIES = {
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
+    """Reads the sizes from a folder's `config.json`, as transformers 4 or 5 spells it.
+
+    Raises R3LiteError naming what is unsupported.
+    """
     record = config_record(folder)
     model_type = record.text("model_type")
     if model_type not in FAMILIES:
         raise R3LiteError(
             f"{record.source.where}: model_type is {shown(model_type)}{nearest(model_type, FAMILIES)}",
             f"Supported types are {', '.join(FAMILIES)}; docs/models.md lists models.",
+            code="model-type-unsupported",
         )
     # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
-    rope = [record.record("rope_scaling"), record.record("rope_parameters")]
-    _check_supported(record, model_type, rope)
-    sizes = {name: record.whole(name, None, low=1, high=most) for name, most in SIZES.items()}
+    ropes = [record.record("rope_scaling"), record.record("rope_parameters")]
+    _check_supported(record, model_type, ropes)
+    sizes = {name: record.whole(name, None, low=1, high=limit) for name, limit in SIZES.items()}
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]  # Llama 1
-    if missing := [name for name, size in sizes.items() if size is None]:
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
         raise record.wrong(missing[0], "a size")
-    family, theta = FAMILIES[model_type], next((r for r in rope if "rope_theta" in r), record)
+    family = FAMILIES[model_type]
+    theta_record = next((rope for rope in ropes if "rope_theta" in rope), record)
     config = ModelConfig(
         **sizes,
         rms_norm_eps=record.number("rms_norm_eps", 1e-6, low=0, high=1, above=True),
-        rope_theta=theta.number("rope_theta", 10_000.0, low=0, high=1e12, above=True),
+        rope_theta=theta_record.number("rope_theta", 10_000.0, low=0, high=1e12, above=True),
         max_position_embeddings=record.whole("max_position_embeddings", 32_768, low=1),
         tie_word_embeddings=record.flag("tie_word_embeddings", False),
         head_dim=record.whole("head_dim", family.head_dim, high=1 << 12),
-        rope_scaling=next((_scaling(r) for r in rope if _rope_type(r) == "llama3"), None),
+        rope_scaling=next((_scaling(rope) for rope in ropes if _rope_type(rope) == "llama3"), None),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
     )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads or ("head_dim" not in record and not family.head_dim and config.hidden_size % heads):
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    splits_hidden_size = "head_dim" not in record and not family.head_dim
+    if heads % kv_heads or (splits_hidden_size and config.hidden_size % heads):
         raise record.error(
             f"hidden_size {config.hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} do not "
             "divide one another"
@@ -82,50 +91,76 @@ def _rope_type(rope: Record) -> str:
 
 
 def _scaling(rope: Record) -> RopeScaling:
-    factors = {name: rope.number(name, low=0, high=1e6, above=True) for name in ("low_freq_factor", "high_freq_factor")}
-    if factors["low_freq_factor"] >= factors["high_freq_factor"]:
+    low_freq_factor = rope.number("low_freq_factor", low=0, high=1e6, above=True)
+    high_freq_factor = rope.number("high_freq_factor", low=0, high=1e6, above=True)
+    if low_freq_factor >= high_freq_factor:
         raise rope.error("low_freq_factor must be less than high_freq_factor")
-    original = rope.whole("original_max_position_embeddings", low=1)
-    return RopeScaling(rope.number("factor", low=1, high=1e6), **factors, original_max_position_embeddings=original)
+    original_length = rope.whole("original_max_position_embeddings", low=1)
+    return RopeScaling(
+        factor=rope.number("factor", low=1, high=1e6),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position_embeddings=original_length,
+    )
 
 
 def config_record(folder: str | Path) -> Record:
-    """A folder's `config.json`."""
+    """Reads a folder's `config.json`."""
     return read_record(Path(folder) / "config.json", "Copy config.json from the model's source.")
 
 
-def _check_supported(record: Record, model_type: str, rope: list[Record]) -> None:
+def _check_supported(
+    record: Record,
+    model_type: str,
+    ropes: list[Record],
+) -> None:
     """Raises R3LiteError if a config asks for something that the network does not compute."""
-    quantization = record.record("quantization_config").values
-    quantized = None if quantization in ({}, nf4.LAYOUT) else bitsandbytes_weights.unsupported(quantization)
-    if quantized and quantization.get("quant_method") == nf4.METHOD:
-        quantized = f"quantization_config is {shown(quantization)}"
+    quantization_fault = _quantization_fault(record.record("quantization_config").values)
     sliding = record.flag("use_sliding_window", False) or "sliding_attention" in record.texts("layer_types", ())
     if model_type == "mistral":  # whose window, of all families, needs no switch
         sliding = sliding or "sliding_window" in record
-    activation, partial = record.text("hidden_act", "silu"), record.number("partial_rotary_factor", 1)
-    kind = next((k for k in map(_rope_type, rope) if k not in ("default", "llama3")), None)
-    biased = next((k for k in ("attention_bias", "mlp_bias") if model_type != "qwen2" and record.flag(k, False)), None)
-    sliding_what = "sliding-window attention is on (use_sliding_window, sliding_window, layer_types)"
-    rope_what = f"rope scaling of type {shown(kind)} is set (rope_scaling, rope_parameters)"
-    for wrong, what, remedy in (
-        (quantized is not None, quantized, QUANTIZED),
-        (sliding, sliding_what, SLIDING),
-        (activation != "silu", f"hidden_act is {shown(activation)}", "Only silu is supported."),
-        (kind is not None, rope_what, ROPE),
-        (partial != 1, f"partial_rotary_factor is {partial:g}", "Only 1 is supported."),
-        (record.flag("rope_interleaved", False), "rope_interleaved is true", "Only false is supported."),
-        (biased is not None, f"{biased} is true", f"Only false is supported for {model_type}."),
-    ):
-        if wrong:
-            raise R3LiteError(f"{record.source.where}: {what}", remedy)
+    activation = record.text("hidden_act", "silu")
+    rotary_share = record.number("partial_rotary_factor", 1)
+    rope_type = next((text for text in map(_rope_type, ropes) if text not in ("default", "llama3")), None)
+    bias = None
+    if model_type != "qwen2":
+        bias = next((key for key in ("attention_bias", "mlp_bias") if record.flag(key, False)), None)
+    interleaved = record.flag("rope_interleaved", False)
+
+    def refuse(fault: str, remedy: str) -> None:
+        raise R3LiteError(f"{record.source.where}: {fault}", remedy, code="model-config-unsupported")
+
+    if quantization_fault:
+        refuse(quantization_fault, QUANTIZED)
+    if sliding:
+        refuse("sliding-window attention is on (use_sliding_window, sliding_window, layer_types)", SLIDING)
+    if activation != "silu":
+        refuse(f"hidden_act is {shown(activation)}", "Only silu is supported.")
+    if rope_type is not None:
+        refuse(f"rope scaling of type {shown(rope_type)} is set (rope_scaling, rope_parameters)", ROPE)
+    if rotary_share != 1:
+        refuse(f"partial_rotary_factor is {rotary_share:g}", "Only 1 is supported.")
+    if interleaved:
+        refuse("rope_interleaved is true", "Only false is supported.")
+    if bias:
+        refuse(f"{bias} is true", f"Only false is supported for {model_type}.")
+
+
+def _quantization_fault(quantization: dict[str, Any]) -> str | None:
+    """Returns what r3lite does not read of a `quantization_config`; None if it reads all of it."""
+    if quantization in ({}, nf4.LAYOUT):
+        return None
+    fault = bitsandbytes_weights.unsupported(quantization)
+    if fault and quantization.get("quant_method") == nf4.METHOD:
+        return f"quantization_config is {shown(quantization)}"
+    return fault
 
 
 def quant_method(folder: str | Path) -> str | None:
-    """Whose NF4 a folder is in: that of `nf4.LAYOUT` or `bitsandbytes_weights.METHOD`; None if it is dense."""
+    """Returns whose NF4 a folder is in, `nf4.METHOD` or `bitsandbytes_weights.METHOD`; None if it is dense."""
     return config_record(folder).record("quantization_config").text("quant_method", None)
 
 
 def is_nf4(folder: str | Path) -> bool:
-    """Whether a folder is in NF4, or most layers of it."""
+    """Returns True if a folder is in NF4, or most layers of it."""
     return quant_method(folder) is not None

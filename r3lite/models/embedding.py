@@ -5,9 +5,11 @@ from torch import nn
 
 
 def embedding(rows: int, size: int) -> nn.Embedding:
-    """An embedding [rows, size]; on the meta device its values, which there are none of, are not drawn.
+    """Returns an embedding [rows, size]; on the meta device, where it has no values, none are drawn.
 
     PyTorch would import its compiler to draw them: two seconds at the start of every command.
     """
-    on_meta = torch.get_default_device().type == "meta"
-    return nn.Embedding(rows, size, _weight=torch.empty(rows, size) if on_meta else None)
+    weight = None
+    if torch.get_default_device().type == "meta":
+        weight = torch.empty(rows, size)
+    return nn.Embedding(rows, size, _weight=weight)

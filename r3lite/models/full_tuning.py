@@ -22,7 +22,8 @@ class FullTuning:
     def __init__(self, model: CausalLM, apply: Callable[[nn.Parameter, Tensor], None]):
         """From now on `model`, which runs its layers as `activation_checkpointing.enable` has said, is trained."""
         self.apply = apply
-        self.embedding, self.head = model.model.embed_tokens.weight, model.head_weight
+        self.embedding = model.model.embed_tokens.weight
+        self.head = model.head_weight
         self.norm = model.model.norm
         self.head_grad: Tensor | None = None
         self.read: tuple[Tensor, Tensor] | None = None  # ids [B, T] of the pass, and their rows [B, T, C]
@@ -32,51 +33,69 @@ class FullTuning:
         model.run_layer = _after_each(model.run_layer, self._apply)
 
     def head_gradient(self) -> Tensor:
-        """Zeros [V, C], to which a loss adds the gradient of the head."""
+        """Returns zeros [V, C], to which a loss adds the gradient of the head."""
         self.head_grad = None  # of a pass that failed
         self.head_grad = torch.zeros(self.head.shape, device=self.head.device)
         return self.head_grad
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Applies what is left after the backward pass."""
+        """Applies the gradients of norm, head and embedding, which are complete after the backward pass."""
         self._apply(list(self.norm.parameters()))
-        (ids, rows), grad = self.read, self.head_grad
-        self.read = self.head_grad = None
+        ids, rows = self.read
+        grad = self.head_grad
+        self.read = None
+        self.head_grad = None
         if self.head is not self.embedding:
             self.apply(self.head, grad)
             grad = grad.zero_()
         # A token's rows are added up in a fixed order, unlike by index_add.
         tokens, places = ids.flatten().unique(return_inverse=True)
-        added = torch.ops.aten.embedding_dense_backward(rows.grad.flatten(0, 1).float(), places, len(tokens), -1, False)
-        grad.index_add_(0, tokens, added)
+        token_grads = torch.ops.aten.embedding_dense_backward(
+            rows.grad.flatten(0, 1).float(),
+            places,
+            num_weights=len(tokens),
+            padding_idx=-1,
+            scale_grad_by_freq=False,
+        )
+        grad.index_add_(0, tokens, token_grads)
         self.apply(self.embedding, grad)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Within the `with` block gradients are dropped."""
-        apply, self.apply = self.apply, lambda parameter, grad: None
+        apply = self.apply
+        self.apply = lambda parameter, grad: None
         try:
             yield
         finally:
             self.apply = apply
 
-    def _remember(self, module: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> None:
+    def _remember(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor],
+        rows: Tensor,
+    ) -> None:
         if torch.is_grad_enabled():
             self.read = inputs[0], rows.requires_grad_()
 
     def _apply(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            grad, parameter.grad = parameter.grad, None
+            grad = parameter.grad
+            parameter.grad = None
             self.apply(parameter, grad)
 
 
 def _after_each(run: Callable[..., Tensor], apply: Callable[[list[nn.Parameter]], None]) -> Callable[..., Tensor]:
-    """Runs layers as `run` does; when the gradient of a layer's input is there, so are those of its parameters."""
+    """Returns a function that runs layers as `run` does and calls `apply` with their parameters in the backward pass.
+
+    When the gradient of a layer's input is computed, so are those of its parameters.
+    """
 
     def run_layer(layer, x, cos, sin, context):
         if torch.is_grad_enabled():
             x.register_hook(lambda grad: apply(list(layer.parameters())))
-        return run(layer, x, cos, sin, context)
+        return run(layer, x, cos=cos, sin=sin, context=context)
 
     return run_layer

@@ -18,7 +18,7 @@ OPERATORS.define(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (arXiv 1910.07467) of x [..., C] with weight [C], computed in fp32.
+    """Returns the root-mean-square norm (arXiv 1910.07467) of x [..., C] with weight [C], computed in fp32.
 
     Residual activations of Qwen2.5 reach about 8,000; their squares do not fit in fp16.
     """
@@ -28,59 +28,101 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202) [..., W] of gate and up, side by side [..., 2 W]."""
-    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _swiglu(gate_up)
+    """Returns silu(gate) * up (arXiv 2002.05202) [..., W] of gate and up, side by side [..., 2 W]."""
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(gate_up)
+    return _swiglu(gate_up)
 
 
-def rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_(
+    x: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
 
     `cos` and `sin` [B, T, 1, D] are those of `causal_lm.rotary_angles`. Returns x.
     """
-    return _Rotated.apply(x, heads, cos, sin) if torch.is_grad_enabled() else _rotate_(x, heads, cos, sin)
+    if torch.is_grad_enabled():
+        return _Rotated.apply(x, heads, cos, sin)
+    return _rotate_(x, heads=heads, cos=cos, sin=sin)
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x in its dtype, and 1 / rms(x) [..., 1] in fp32."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight, scale
+def plain_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the norm of x in its dtype, and 1 / rms(x) [..., 1] in fp32."""
+    x_fp32 = x.float()
+    scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    return (x_fp32 * scale).to(x.dtype) * weight, scale
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """The gradients with respect to x and, if it trains, to the weight; if it does not, the second one is empty."""
-    wide = x.clone() if x.dtype == torch.float32 else x.float()  # x itself must stay: another backward may read it
-    normalized = wide.mul_(scale)
+def _norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    trains: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients with respect to x and, if it trains, to the weight; else the second one is empty."""
+    x_fp32 = x.clone() if x.dtype == torch.float32 else x.float()  # x itself must stay: another backward may read it
+    normalized = x_fp32.mul_(scale)
     grad_weight = weight.new_empty(0)
     if trains:
-        grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0)
+        grad_weight = grad_weight.to(weight.dtype)
     grad = grad.float() * weight.float()
     along = torch.linalg.vecdot(grad, normalized)[..., None] / x.shape[-1]  # [..., 1]
-    return grad.sub_(normalized.mul_(along)).mul_(scale).to(x.dtype), grad_weight
+    grad_x = grad.sub_(normalized.mul_(along)).mul_(scale)
+    return grad_x.to(x.dtype), grad_weight
 
 
-def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_cuda(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
 
 
-def _norm_backward_cuda(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+def _norm_backward_cuda(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    trains: bool,
+) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-        grad.contiguous(), x, x.shape[-1:], scale, weight.to(x.dtype), [True, trains]
+        grad.contiguous(),
+        x,
+        x.shape[-1:],
+        scale,
+        weight.to(x.dtype),
+        [True, trains],
     )
-    return grad_x, grad_weight.to(weight.dtype) if trains else weight.new_empty(0)
+    if not trains:
+        return grad_x, weight.new_empty(0)
+    return grad_x, grad_weight.to(weight.dtype)
 
 
-for _device, _forward, _backward in (
-    ("CompositeExplicitAutograd", plain_rms_norm, _norm_backward),  # any device
-    ("CUDA", _norm_cuda, _norm_backward_cuda),
-):
-    OPERATORS.impl("rms_norm", _forward, _device)
-    OPERATORS.impl("rms_norm_backward", _backward, _device)
+ANY_DEVICE = "CompositeExplicitAutograd"
+OPERATORS.impl("rms_norm", plain_rms_norm, ANY_DEVICE)
+OPERATORS.impl("rms_norm_backward", _norm_backward, ANY_DEVICE)
+OPERATORS.impl("rms_norm", _norm_cuda, "CUDA")
+OPERATORS.impl("rms_norm_backward", _norm_backward_cuda, "CUDA")
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Tensor:
         out, scale = torch.ops.r3lite.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return out
@@ -89,8 +131,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         trains = ctx.needs_input_grad[1]  # not in a frozen base; checkpoints/make_tiny.py trains all weights
-        grad_x, grad_weight = torch.ops.r3lite.rms_norm_backward(grad, *ctx.saved_tensors, trains)
-        return grad_x, grad_weight if trains else None, None
+        x, weight, scale = ctx.saved_tensors
+        grad_x, grad_weight = torch.ops.r3lite.rms_norm_backward(grad, x, weight, scale, trains)
+        if not trains:
+            return grad_x, None, None
+        return grad_x, grad_weight, None
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -117,7 +162,12 @@ class _SwiGLU(torch.autograd.Function):
         return grads
 
 
-def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_(
+    x: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     turned = x[:, :, :heads]  # [B, T, heads, D]
     first, second = turned.chunk(2, dim=-1)
     across = torch.cat((second, first), dim=-1)
@@ -129,14 +179,21 @@ class _Rotated(torch.autograd.Function):
     """Rotation in place, which loses nothing: a rotation is undone by the opposite one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        heads: int,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         ctx.mark_dirty(x)
-        return _rotate_(x, heads, cos, sin)
+        return _rotate_(x, heads=heads, cos=cos, sin=sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate_(grad.clone(), ctx.heads, cos, -sin), None, None, None
+        grad_x = _rotate_(grad.clone(), heads=ctx.heads, cos=cos, sin=-sin)
+        return grad_x, None, None, None

@@ -30,18 +30,25 @@ SIZES = {
     "max_position_embeddings": "context_length", "head_dim": "attention.key_length",
 }  # fmt: skip
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-ROOT, EPS, TURNED, VALUES = "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.dimension_count", "value_length"
-READ = {*SIZES.values(), ROOT, EPS, TURNED, f"attention.{VALUES}", "vocab_size"}  # other keys change what is computed
+THETA = "rope.freq_base"
+EPS = "attention.layer_norm_rms_epsilon"
+ROTATED_SIZE = "rope.dimension_count"
+VALUE_SIZE = "attention.value_length"
+READ = {*SIZES.values(), THETA, EPS, ROTATED_SIZE, VALUE_SIZE, "vocab_size"}  # any other key changes the network
 FOLDER = "Use the model's folder with safetensors files."
 # Of Llama 3.1 and later. A file has what these make of each divisor, and not the numbers themselves.
-LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
+LOW_FREQ_FACTOR = 1.0
+HIGH_FREQ_FACTOR = 4.0
+ORIGINAL_LENGTH = 8192
 
 
 def of(path: Path) -> Path:
-    """The folder of a file, made if it is not in the cache; R3LiteError if the file cannot be used."""
+    """Returns the folder of a file, made if it is not in the cache; R3LiteError if the file cannot be used."""
     check_regular(path, "Pass a model folder or a GGUF file.")
-    status, path = path.stat(), path.resolve()
-    key = hashlib.sha256(repr((LAYOUT, str(path), status.st_size, status.st_mtime_ns)).encode()).hexdigest()[:16]
+    status = path.stat()
+    path = path.resolve()
+    identity = repr((LAYOUT, str(path), status.st_size, status.st_mtime_ns))
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = Path(CACHE).expanduser() / f"{path.stem}-gguf-{key}"
     if folder.is_dir():
         return folder
@@ -51,20 +58,31 @@ def of(path: Path) -> Path:
     files[GGUF_POINTER] = {"file": str(path), "tensors": tensors}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        how = {"prefix": f".{folder.name}.", "suffix": PART, "dir": folder.parent}
-        with tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True) as made:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.",
+            suffix=PART,
+            dir=folder.parent,
+            ignore_cleanup_errors=True,
+        ) as temporary:
             for name, content in files.items():
-                write_json(Path(made, name), content)
-            _check(path, Path(made), {name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
-            os.chmod(made, 0o755)
+                write_json(Path(temporary, name), content)
+            shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+            _check(path, Path(temporary), shapes)
+            os.chmod(temporary, 0o755)
             with contextlib.suppress(OSError if folder.is_dir() else ()):
-                os.rename(made, folder)
+                os.rename(temporary, folder)
     except OSError as error:
-        raise R3LiteError(f"{folder} cannot be written: {error}", "Check disk space and permissions.") from error
+        raise R3LiteError(
+            f"{folder} cannot be written: {error}", "Check disk space and permissions.", code="gguf-cache-unwritable"
+        ) from error
     return folder
 
 
-def _check(path: Path, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check(
+    path: Path,
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
     """Raises R3LiteError, naming the file, unless a folder's model can be made of tensors of these shapes.
 
     It is checked before the folder is in the cache: later, its errors would name the copy.
@@ -72,44 +90,64 @@ def _check(path: Path, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None
     try:
         config = read_config(folder)
     except R3LiteError as error:
-        raise R3LiteError(f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy) from error
+        raise R3LiteError(
+            f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy, code=error.code
+        ) from error
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in shapes:  # a thousand layers take a while to lay out
-        raise R3LiteError(f"{path}: missing tensor {last}", REMEDY)
+        raise R3LiteError(f"{path}: missing tensor {last}", REMEDY, code="gguf-tensor-missing")
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(config).state_dict().items()}
-    for what, names in (("missing", expected.keys() - shapes), ("unexpected", shapes.keys() - expected)):
-        if names:
-            raise R3LiteError(f"{path}: {what} tensor {min(names)}", FOLDER)
+    missing = expected.keys() - shapes
+    unexpected = shapes.keys() - expected
+    if missing:
+        raise R3LiteError(f"{path}: missing tensor {min(missing)}", FOLDER, code="gguf-tensor-missing")
+    if unexpected:
+        raise R3LiteError(f"{path}: unexpected tensor {min(unexpected)}", FOLDER, code="gguf-tensor-unexpected")
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise R3LiteError(f"{path}: {name} has shape {list(shapes[name])}, not {list(shape)}", FOLDER)
+            raise R3LiteError(
+                f"{path}: {name} has shape {list(shapes[name])}, not {list(shape)}", FOLDER, code="gguf-shape"
+            )
 
 
 def _config(header: Header) -> dict[str, Any]:
-    """What `config.json` says of the model; what it cannot say is refused by the key's name."""
-    keys, path, fields = header.keys, header.path, header.fields
+    """Returns the values of `config.json`; raises R3LiteError, naming the key, for what has no place there."""
+    path = header.path
+    fields = header.fields
     architecture = fields.text("general.architecture", None)
     if architecture not in ARCHITECTURES:
         raise R3LiteError(
             f"{path} has the architecture {shown(architecture)}",
             f"Supported architectures are {', '.join(ARCHITECTURES)} (Mistral is called llama).",
+            code="gguf-architecture",
         )
     if fields.whole("split.count", 1) != 1:
-        raise R3LiteError(f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.")
-    unread = {name.removeprefix(f"{architecture}.") for name in keys if name.startswith(f"{architecture}.")} - READ
-    for name in sorted(unread):
-        if header.size_of(name) not in (0, 0.0, False, "none"):
-            raise R3LiteError(f"{path}: {architecture}.{name} is {shown(header.size_of(name))}, unsupported", FOLDER)
+        raise R3LiteError(
+            f"{path} is one part of a split model", "Join the parts with llama-gguf-split --merge.", code="gguf-split"
+        )
+    prefix = f"{architecture}."
+    names = {key.removeprefix(prefix) for key in header.keys if key.startswith(prefix)}
+    for name in sorted(names - READ):
+        value = header.size_of(name)
+        if value not in (0, 0.0, False, "none"):
+            raise R3LiteError(
+                f"{path}: {architecture}.{name} is {shown(value)}, unsupported", FOLDER, code="gguf-size-unsupported"
+            )
     if EMBEDDING not in header.tensors:
-        raise R3LiteError(f"{path} has no tensor {EMBEDDING}", REMEDY)
+        raise R3LiteError(f"{path} has no tensor {EMBEDDING}", REMEDY, code="gguf-embedding-missing")
     sizes = _sizes(header, architecture)
-    for name in (TURNED, f"attention.{VALUES}"):
-        if header.size_of(name, sizes["head_dim"]) != sizes["head_dim"]:
-            raise R3LiteError(f"{path}: {architecture}.{name} is not the head size, {sizes['head_dim']}", FOLDER)
-    theta = _rounded(fields.number(f"{architecture}.{ROOT}", 10_000.0, low=0, high=1e12, above=True))
+    head_dim = sizes["head_dim"]
+    for name in (ROTATED_SIZE, VALUE_SIZE):
+        if header.size_of(name, head_dim) != head_dim:
+            raise R3LiteError(
+                f"{path}: {architecture}.{name} is not the head size, {head_dim}", FOLDER, code="gguf-head-size"
+            )
+    theta = _rounded(fields.number(f"{architecture}.{THETA}", 10_000.0, low=0, high=1e12, above=True))
     eps = _rounded(fields.number(f"{architecture}.{EPS}", 1e-6, low=0, high=1, above=True))
-    scaling = {"rope_scaling": _scaling(header, sizes["head_dim"], theta)} if ROPE in header.tensors else {}
+    scaling = {}
+    if ROPE in header.tensors:
+        scaling["rope_scaling"] = _scaling(header, head_dim, theta)
     return {
         "architectures": [CLASSES[architecture]],
         "model_type": architecture,
@@ -125,11 +163,13 @@ def _config(header: Header) -> dict[str, Any]:
 
 
 def _sizes(header: Header, architecture: str) -> dict[str, int | None]:
-    """The sizes of `config.json`, as far as a file has them."""
+    """Returns the sizes of `config.json`, as far as a file has them."""
     sizes = {}
     for ours, theirs in SIZES.items():
         if isinstance(header.size_of(theirs), list):
-            raise R3LiteError(f"{header.path}: {architecture}.{theirs} differs from layer to layer", FOLDER)
+            raise R3LiteError(
+                f"{header.path}: {architecture}.{theirs} differs from layer to layer", FOLDER, code="gguf-layers-differ"
+            )
         default = REQUIRED if ours in NEEDED else None
         sizes[ours] = header.fields.whole(f"{architecture}.{theirs}", default, low=1)
     if sizes["head_dim"] is None:
@@ -138,15 +178,24 @@ def _sizes(header: Header, architecture: str) -> dict[str, int | None]:
 
 
 def _rounded(number: float) -> float:
-    """A number of fp32 as it was written."""
+    """Returns a number of fp32 with the digits that it was written with."""
     return float(f"{number:.7g}")
 
 
-def _scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
-    """`rope_scaling` of Llama 3.1 and later, from what a file multiplies each divisor by."""
-    found = header.tensors[ROPE][:]
-    scaling = RopeScaling(round(found.max().item(), 4), LOW, HIGH, ORIGINAL)
+def _scaling(
+    header: Header,
+    head_dim: int,
+    theta: float,
+) -> dict[str, Any]:
+    """Returns `rope_scaling` of Llama 3.1 and later, from the factors by which a file multiplies each divisor."""
+    factors = header.tensors[ROPE][:]
+    scaling = RopeScaling(
+        factor=round(factors.max().item(), 4),
+        low_freq_factor=LOW_FREQ_FACTOR,
+        high_freq_factor=HIGH_FREQ_FACTOR,
+        original_max_position_embeddings=ORIGINAL_LENGTH,
+    )
     expected = stretch(divisors(head_dim, theta), scaling)
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
-        raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER)
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
+        raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER, code="gguf-rope")
     return {"rope_type": "llama3", **vars(scaling)}

@@ -29,29 +29,39 @@ class ActivationWatch(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         for i, layer in enumerate(self.model.model.layers):
-            self.enter_context(layer.register_forward_hook(functools.partial(self._see, f"model.layers.{i}")))
+            hook = functools.partial(self._record, f"model.layers.{i}")
+            self.enter_context(layer.register_forward_hook(hook))
         return self
 
-    def _see(self, name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
-        largest = output.detach().abs().max().item()  # nan if there is one
-        before = self.largest.get(name, 0.0)
-        # A nan once seen stays: it compares as neither greater nor less.
-        self.largest[name] = before if before != before or largest <= before else largest
-        if self.first_overflow is None and not largest < float("inf"):
+    def _record(
+        self,
+        name: str,
+        layer: nn.Module,
+        inputs: tuple,
+        output: Tensor,
+    ) -> None:
+        magnitude = output.detach().abs().max().item()  # nan if there is one
+        largest = self.largest.setdefault(name, 0.0)
+        is_nan = largest != largest  # which stays: it compares as neither greater nor less
+        if not is_nan and not magnitude <= largest:
+            self.largest[name] = magnitude
+        if self.first_overflow is None and not magnitude < float("inf"):
             self.first_overflow = name
 
     def report(self) -> str:
-        """One line: the layer that overflowed first, if any, and how large activations were before that."""
+        """Returns one line: the layer that overflowed first, if any, and how large activations were until then."""
         finite = {name: size for name, size in self.largest.items() if size < float("inf")}
         name = max(finite, key=finite.get, default=None)
-        peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}" if name else "none was finite"
+        peak = "none was finite"
+        if name:
+            peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}"
         if self.first_overflow is None:
             return f"no layer overflowed; {peak}"
         return f"{self.first_overflow} was the first layer to give inf or nan; {peak} (fp16 ends at {FP16_MAX:,.0f})"
 
 
 def explain_overflow(model: CausalLM, forward: Callable[[], object]) -> str:
-    """ActivationWatch's report on one more run of `forward`: which layer overflowed first, or that none did."""
+    """Runs `forward` once more and returns ActivationWatch's report: which layer overflowed first, or that none did."""
     with torch.no_grad(), ActivationWatch(model) as watch:
         forward()
     return watch.report()

@@ -22,7 +22,7 @@ REMEDY = (
 
 
 def download(model: str) -> Path:
-    """The folder of a hub id. Without a connection it is the cached one, if it has the weights.
+    """Returns the folder of a hub id. Without a connection it is the cached one, if it has the weights.
 
     Of the small files nobody knows which a library reads, and one that r3lite lacks is named where it is read.
     """
@@ -40,21 +40,23 @@ def download(model: str) -> Path:
         weights = {"allow_patterns": weight_files(folder), "revision": folder.name}
         return Path(huggingface_hub.snapshot_download(model, **weights))
     except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that it uses
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = str(error).strip()
+        reason = message.splitlines()[0] if message else type(error).__name__
         cause = f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}"
-        raise R3LiteError(cause, REMEDY) from error
+        raise R3LiteError(cause, REMEDY, code="model-absent") from error
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The files of weights that the small files of a model name, and the files of its modules; patterns among them."""
+    """Returns the files of weights that a model's small files name, and those of its modules; patterns among them."""
     files = [SINGLE]
     if (folder / INDEX).is_file():
         files = indexed_files(folder)
     path = folder / MODULES
     if path.is_file():
-        listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
-        for module in listed.records("modules"):
-            place = module.text("path", "", blank=True)
-            if place:
-                files += [f"{place}/{pattern}" for pattern in OF_MODULE]
+        modules = within(path, REMEDY, read_text(path, REMEDY))
+        record = Record({"modules": modules}, Source(str(path), REMEDY))
+        for module in record.records("modules"):
+            module_folder = module.text("path", "", blank=True)
+            if module_folder:
+                files += [f"{module_folder}/{pattern}" for pattern in OF_MODULE]
     return files

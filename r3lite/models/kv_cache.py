@@ -6,6 +6,7 @@ A token's slot is its position, so a row's slots 0 .. length-1 hold the keys and
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,38 +18,63 @@ from r3lite.models.causal_lm import CausalLM
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
+class _RowPart(NamedTuple):
+    """The part of a prefill that belongs to one row of the cache."""
+
+    row: int
+    share: slice  # of the prefill's N tokens
+    length: int  # of the row, with these tokens
+    mask: Tensor | None
+
+
 class Prefill:
     """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context.
 
     The rows' lengths count them from now on; the pass writes their keys and values.
     """
 
-    def __init__(self, cache: "KVCache", given: Sequence[tuple[int, list[int]]]):
-        """`given`: rows, and the tokens that each row is given after those that it has."""
-        self.cache, device = cache, cache.device
-        starts = [cache.lengths[row] for row, _ in given]
-        tokens = [[t for _, tokens in given for t in tokens]]
-        self.tokens = torch.tensor(tokens)  # [1, N], on the host
-        positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
-        self.positions = torch.tensor([positions]).to(device, non_blocking=True)  # [1, N]
-        stretches = [(start, len(tokens)) for start, (_, tokens) in zip(starts, given)]
-        cache.reserve(max(start + T for start, T in stretches))
-        masks = causal_masks(stretches, device, cache.dtype)
-        self.parts: list[tuple[int, slice, int, Tensor | None]] = []  # row, its share of the N, its slots, its mask
+    def __init__(self, cache: "KVCache", additions: Sequence[tuple[int, list[int]]]):
+        """`additions`: rows, and the tokens that are added to each."""
+        self.cache = cache
+        tokens: list[int] = []
+        positions: list[int] = []
+        stretches: list[tuple[int, int]] = []  # of each addition: the row's cached tokens, and the new ones
+        for row, new_tokens in additions:
+            cached_length = cache.lengths[row]
+            tokens.extend(new_tokens)
+            positions.extend(range(cached_length, cached_length + len(new_tokens)))
+            stretches.append((cached_length, len(new_tokens)))
+        self.tokens = torch.tensor([tokens])  # [1, N], on the host
+        self.positions = torch.tensor([positions]).to(cache.device, non_blocking=True)  # [1, N]
+        cache.reserve(max(cached_length + T for cached_length, T in stretches))
+        masks = causal_masks(stretches, cache.device, cache.dtype)
+        self.parts: list[_RowPart] = []
         first = 0
-        for (row, _), (start, T), mask in zip(given, stretches, masks):
-            self.parts.append((row, slice(first, first + T), start + T, mask))
-            cache.lengths[row] = start + T
+        for (row, _), (cached_length, T), mask in zip(additions, stretches, masks):
+            part = _RowPart(
+                row=row,
+                share=slice(first, first + T),
+                length=cached_length + T,
+                mask=mask,
+            )
+            self.parts.append(part)
+            cache.lengths[row] = part.length
             first += T
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]. Writes kv to the cache."""
-        parts = []
-        for row, own, used, mask in self.parts:
-            cached = self.cache.blocks[layer][row : row + 1, :, :used]  # [1, 2 K, S, D], a view
-            cached[:, :, own.start - own.stop :] = kv[:, :, own]
-            parts.append(grouped_attention(q[:, :, own], cached, mask))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        outputs = []
+        for row, share, length, mask in self.parts:
+            new_tokens = share.stop - share.start
+            cached = self.cache.blocks[layer][row : row + 1, :, :length]  # [1, 2 K, S, D], a view
+            cached[:, :, -new_tokens:] = kv[:, :, share]
+            outputs.append(grouped_attention(q[:, :, share], cached, mask))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 class Decode:
@@ -58,12 +84,20 @@ class Decode:
     """
 
     def __init__(self, cache: "KVCache", positions: Tensor, used: int):
-        self.cache, self.positions = cache, positions  # [B, 1]
+        self.cache = cache
+        self.positions = positions  # [B, 1]
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
-        later = cache.counting[: used + -used % ALIGNMENT] > positions[:, None, :, None]  # rows of the mask are aligned
-        self.mask = torch.where(later, cache.hidden, cache.seen)[..., :used]  # [B, 1, 1, S]
+        aligned = used + -used % ALIGNMENT
+        is_later = cache.counting[:aligned] > positions[:, None, :, None]
+        mask = torch.where(is_later, cache.masked_score, cache.visible_score)
+        self.mask = mask[..., :used]  # [B, 1, 1, S]
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
         B, K2, _, D = kv.shape
         cached = self.cache.blocks[layer][:B]
@@ -72,7 +106,8 @@ class Decode:
         k, v = cached[:, :, : self.mask.shape[-1]].chunk(2, dim=1)  # [B, K, S, D]
         # The queries that share a key head are laid end to end, so that the cache is never copied.
         q = q.reshape(B, K2 // 2, -1, D)  # [B, K, H / K, D]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).reshape(B, 1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return out.reshape(B, 1, -1)
 
 
 class KVCache:
@@ -81,42 +116,57 @@ class KVCache:
     def __init__(
         self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         empty = torch.zeros(rows, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.blocks = [empty] * num_layers  # each [rows, 2 K, capacity, D]: keys, then values
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
         # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
         self.counting = torch.arange(rows, device=device)
-        self.hidden, self.seen = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
+        scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
+        self.masked_score, self.visible_score = scores
 
     @staticmethod
     def of(model: CausalLM, rows: int) -> "KVCache":
-        """An empty cache for `rows` sequences of a model, in its dtype and on its device."""
-        c, weight = model.config, model.head_weight
-        return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+        """Returns an empty cache for `rows` sequences of a model, in its dtype and on its device."""
+        return KVCache(
+            num_layers=model.config.num_hidden_layers,
+            rows=rows,
+            kv_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.head_weight.dtype,
+            device=model.head_weight.device,
+        )
 
     def reserve(self, slots: int) -> None:
-        """Makes room for `slots` tokens a row, one layer at a time so that only one is ever held twice."""
-        more = -(-slots // BLOCK) * BLOCK - self.blocks[0].shape[2]
-        if more > 0:
-            for i, block in enumerate(self.blocks):
-                rows, heads, used, D = block.shape
-                # Not F.pad: that fills all of the new block before it copies the old one.
-                self.blocks[i] = block.new_empty(rows, heads, used + more, D)
-                self.blocks[i][:, :, :used] = block
-                self.blocks[i][:, :, used:] = 0  # masked, but 0 times what memory held before may be no number
-            capacity = self.blocks[0].shape[2]
-            self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
+        """Makes the cache large enough for `slots` tokens a row, one layer at a time so that only one is held twice."""
+        old_capacity = self.blocks[0].shape[2]
+        capacity = -(-slots // BLOCK) * BLOCK
+        if capacity <= old_capacity:
+            return
+        for i, block in enumerate(self.blocks):
+            rows, heads, _, D = block.shape
+            # Not F.pad: that fills all of the new block before it copies the old one.
+            self.blocks[i] = block.new_empty(rows, heads, capacity, D)
+            self.blocks[i][:, :, :old_capacity] = block
+            self.blocks[i][:, :, old_capacity:] = 0  # masked, but 0 times what memory held before may be no number
+        self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 
     def decode(self, rows: int) -> Decode:
-        """The context of one more token in each of the first `rows` rows, whose lengths count it from now on."""
+        """Adds one token to each of the first `rows` rows, whose lengths count it from now on; returns its context."""
         positions = self.lengths[:rows]
         used = max(positions) + 1
         self.reserve(used)
         self.lengths[:rows] = [position + 1 for position in positions]
-        return Decode(self, torch.tensor(positions).to(self.device, non_blocking=True)[:, None], used)
+        positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
+        return Decode(self, positions_on_device[:, None], used)
 
-    def copy(self, source: int, target: int, count: int) -> None:
+    def copy(
+        self,
+        source: int,
+        target: int,
+        count: int,
+    ) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""
         for block in self.blocks:
             block[target, :, :count] = block[source, :, :count]
@@ -130,8 +180,9 @@ class KVCache:
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
-        if i != j:
-            used = max(self.lengths[i], self.lengths[j])
-            for block in self.blocks:
-                block[[i, j], :, :used] = block[[j, i], :, :used]
-            self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]
+        if i == j:
+            return
+        used = max(self.lengths[i], self.lengths[j])
+        for block in self.blocks:
+            block[[i, j], :, :used] = block[[j, i], :, :used]
+        self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]

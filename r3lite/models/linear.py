@@ -10,22 +10,32 @@ from torch import Tensor
 
 # oneDNN compiles a kernel for each number of rows, in half a millisecond, and keeps it, in half a MiB. So that there
 # are few, many rows are multiplied BLOCK at a time, and the rest is filled up to a multiple of STEP.
-BLOCK, STEP = 256, 8
-# Numbers of a weight, and multiplications. What is less than both takes no less time than by MKL.
-LEAST_WEIGHT, LEAST_PRODUCT = 2**19, 2**22
+BLOCK = 256
+STEP = 8
+# A product of a smaller weight that also takes fewer multiplications is no faster than by MKL.
+MIN_WEIGHT = 2**19  # numbers of a weight
+MIN_PRODUCT = 2**22  # multiplications
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None) -> Tensor:
-    """x [N, in] times weight [out, in], plus a bias [out] or what is `added` [N, out]: [N, out]."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+) -> Tensor:
+    """Returns x [N, in] times weight [out, in], plus a bias [out] or a tensor that is `added` [N, out]: [N, out]."""
     assert bias is None or added is None
     if not _by_onednn(x, weight):
-        return F.linear(x, weight, bias) if added is None else torch.addmm(added, x, weight.t())
+        if added is None:
+            return F.linear(x, weight, bias)
+        return torch.addmm(added, x, weight.t())
     if len(x) <= STEP or (len(x) <= BLOCK and len(x) % STEP == 0):
-        return _block(x, weight, bias, added)
+        return _block(x, weight, bias=bias, added=added)
     out = x.new_empty(len(x), len(weight))  # not a view of more rows: autograd lets nobody write into such a result
     for first in range(0, len(x), BLOCK):
         rows = slice(first, first + BLOCK)
-        out[rows] = _block(x[rows], weight, bias, None if added is None else added[rows])
+        block_added = None if added is None else added[rows]
+        out[rows] = _block(x[rows], weight, bias=bias, added=block_added)
     return out
 
 
@@ -34,7 +44,7 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and len(x) > 0
-        and (weight.numel() >= LEAST_WEIGHT or len(x) * weight.numel() >= LEAST_PRODUCT)
+        and (weight.numel() >= MIN_WEIGHT or len(x) * weight.numel() >= MIN_PRODUCT)
         and not torch.is_grad_enabled()  # oneDNN's operator has no gradient
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
@@ -42,11 +52,20 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _block(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    """The same for at most BLOCK rows, by what torch.compile makes of `F.linear` on a CPU if the weight is frozen."""
-    fill = -len(x) % STEP if len(x) > STEP else 0
+def _block(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    added: Tensor | None,
+) -> Tensor:
+    """Is `linear` for at most BLOCK rows, by the operator that torch.compile uses on a CPU for a frozen weight."""
+    fill = 0
+    if len(x) > STEP:
+        fill = -len(x) % STEP
     if fill:
-        x, added = (t if t is None else F.pad(t, (0, 0, 0, fill)) for t in (x, added))
+        x = F.pad(x, (0, 0, 0, fill))
+        if added is not None:
+            added = F.pad(added, (0, 0, 0, fill))
     if added is None:
         out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     else:

@@ -33,7 +33,8 @@ POINTS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-BLOCK, GROUP = 64, 256  # weights of one absmax; absmax values of one scale
+BLOCK = 64  # weights of one absmax
+GROUP = 256  # absmax values of one scale
 METHOD = "r3lite_nf4"
 LAYOUT = {"quant_method": METHOD, "block_size": BLOCK, "double_block_size": GROUP}
 TILE = 2**19  # weights converted at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
@@ -62,15 +63,15 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """In what the layers of a folder in NF4 differ from those that `quantize` makes."""
+    """Counts of what the layers of a folder in NF4 have that `quantize` does not make."""
 
-    dense: int = 0  # weights of those that are not in NF4
-    wide: int = 0  # blocks of the others whose absmax is in fp32
+    dense: int = 0  # weights that are not in NF4
+    wide: int = 0  # blocks whose absmax is in fp32
 
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> Nf4Weight:
-    """The NF4 form of a weight [out, in] of any float dtype: for each weight the code point nearest to weight / absmax.
+    """Returns the NF4 form of a weight [out, in] of any float dtype: the code points nearest to weight / absmax.
 
     Temporaries have the size of one tile. Raises R3LiteError unless `in` is a multiple of 64.
     """
@@ -79,7 +80,8 @@ def quantize(weight: Tensor) -> Nf4Weight:
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, columns // BLOCK, device=weight.device)
     height = max(1, TILE // columns)
-    for tile, tile_codes, tile_absmax in zip(weight.split(height), codes.split(height), absmax.split(height)):
+    tiles = zip(weight.split(height), codes.split(height), absmax.split(height))
+    for tile, tile_codes, tile_absmax in tiles:
         blocks = tile.float().reshape(len(tile), -1, BLOCK)  # [rows, in / 64, 64]
         torch.amax(blocks.abs(), dim=-1, out=tile_absmax)
         # The absmax of a block of zeros is 0; any divisor leaves its weights 0.
@@ -94,19 +96,24 @@ def quantize(weight: Tensor) -> Nf4Weight:
     groups = F.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
     scale = groups.abs().amax(dim=-1) / 127
     steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 if all its absmax values are the mean
-    return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean.expand_as(scale).clone())
+    return Nf4Weight(
+        codes=codes,
+        absmax=steps.round().to(torch.int8),
+        absmax_scale=scale,
+        absmax_mean=mean.expand_as(scale).clone(),
+    )
 
 
 def unfilled(weight: Tensor, absmax: torch.dtype = torch.int8) -> Nf4Weight:
-    """Tensors of the NF4 form of a weight [out, in], of its shapes and types, on its device, with no values yet."""
+    """Returns tensors without values, on the weight's device, for the NF4 form of a weight [out, in]."""
     rows, columns = weight.shape
     _check_columns(columns)
     groups = -(-rows * columns // (BLOCK * GROUP))
     return Nf4Weight(
-        torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device),
-        torch.empty(groups, GROUP, dtype=absmax, device=weight.device),
-        torch.empty(groups, device=weight.device),
-        torch.empty(groups, device=weight.device),
+        codes=torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device),
+        absmax=torch.empty(groups, GROUP, dtype=absmax, device=weight.device),
+        absmax_scale=torch.empty(groups, device=weight.device),
+        absmax_mean=torch.empty(groups, device=weight.device),
     )
 
 
@@ -115,82 +122,108 @@ def _check_columns(columns: int) -> None:
         raise R3LiteError(
             f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
             "Pass --quantize none.",
+            code="nf4-columns",
         )
 
 
 @torch.no_grad()
 def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
-    """Weights [n, in], one below the other, in `dtype`: [sum of n, in].
+    """Returns weights [n, in], one below the other, in `dtype`: [sum of n, in].
 
     On a CPU they are computed in fp32, rounded once, a tile at a time, so that temporaries stay in the cache. On other
     devices all are converted at once, because starting a kernel costs more; there a code point is rounded to fp16
     first if the weights are to be in half precision. Weights that lie one after another in memory take no more
     operations than one.
     """
-    codes, absmax = side_by_side([weight.codes for weight in weights]), _absmax(weights)  # [rows, in / 2], [blocks]
-    rows, columns = len(codes), 2 * codes.shape[1]
+    codes = side_by_side([weight.codes for weight in weights])  # [rows, in / 2]
+    absmax = _absmax(weights)  # [blocks]
+    rows = len(codes)
+    columns = 2 * codes.shape[1]
     dense = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    here = codes.device.type == "cpu"
-    values = torch.float32 if here or dtype == torch.float32 else torch.float16
-    pairs, height = _pairs(codes.device, values), max(1, TILE // columns) if here else rows
-    tiles = codes.split(height), absmax.view(rows, -1, 1).split(height), dense.split(height)
-    for some, scale, tile in zip(*tiles, strict=True):
+    on_cpu = codes.device.type == "cpu"
+    point_dtype = torch.float32 if on_cpu or dtype == torch.float32 else torch.float16
+    pairs = _pairs(codes.device, point_dtype)
+    height = max(1, TILE // columns) if on_cpu else rows
+    tiles = zip(
+        codes.split(height),
+        absmax.view(rows, -1, 1).split(height),
+        dense.split(height),
+        strict=True,
+    )
+    for tile_codes, tile_absmax, tile in tiles:
         blocks = tile.view(len(tile), -1, BLOCK)
-        if values == dtype:
-            torch.index_select(pairs, 0, some.int().view(-1), out=tile.view(pairs.dtype).view(-1))
-            blocks.mul_(scale)
+        if point_dtype == dtype:
+            tile_pairs = tile.view(pairs.dtype).view(-1)
+            torch.index_select(pairs, 0, tile_codes.int().view(-1), out=tile_pairs)
+            blocks.mul_(tile_absmax)
         else:
-            found = pairs.index_select(0, some.int().view(-1)).view(values)
-            torch.mul(found.view(blocks.shape), scale, out=blocks)
-            del found  # before the next tile's are made
+            points = pairs.index_select(0, tile_codes.int().view(-1)).view(point_dtype)
+            torch.mul(points.view(blocks.shape), tile_absmax, out=blocks)
+            del points  # before the next tile's are made
     return dense
 
 
 def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
-    """The fp32 absmax [blocks] of all blocks of several weights."""
-    found = [_absmax_of_one(weight) for weight in joined(weights)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    """Returns the fp32 absmax [blocks] of all blocks of several weights."""
+    parts = [_absmax_of_one(weight) for weight in joined(weights)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
-    """Weights [n, in], one below the other, as one [sum of n, in]; as they are if their absmax cannot be joined."""
+    """Returns weights [n, in], one below the other, as one [sum of n, in].
+
+    They are returned one by one if a group of absmax of theirs is filled up: what it is filled with is no absmax.
+    """
     if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
-        return list(weights)  # a group is filled up with what is no absmax
-    parts = zip(*(vars(weight).values() for weight in weights), strict=True)
-    return [Nf4Weight(*map(side_by_side, parts))]
+        return list(weights)
+    joined_weight = Nf4Weight(
+        codes=side_by_side([weight.codes for weight in weights]),
+        absmax=side_by_side([weight.absmax for weight in weights]),
+        absmax_scale=side_by_side([weight.absmax_scale for weight in weights]),
+        absmax_mean=side_by_side([weight.absmax_mean for weight in weights]),
+    )
+    return [joined_weight]
 
 
 def _absmax_of_one(weight: Nf4Weight) -> Tensor:
-    """The fp32 absmax [blocks] of a weight."""
+    """Returns the fp32 absmax [blocks] of a weight."""
     absmax = torch.addcmul(weight.absmax_mean[:, None], weight.absmax, weight.absmax_scale[:, None])
-    return absmax.view(-1)[: weight.codes.numel() * 2 // BLOCK]
+    blocks = weight.codes.numel() * 2 // BLOCK
+    return absmax.view(-1)[:blocks]
 
 
-def dense_blocks(weight: Nf4Weight, points: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
+def dense_blocks(
+    weight: Nf4Weight,
+    points: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns a weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
 
     The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it: each number by itself
     is a function of its byte and of its block, and nothing is laid side by side.
     """
     codes = weight.codes.view(-1, BLOCK // 2, 1)  # [blocks, 32, 1]
+    absmax = _absmax_of_one(weight)[:, None]
     shifts = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # of the two codes of a byte
-    found = points[((codes >> shifts) & 15).int()].flatten(1)  # [blocks, 64]
-    return (found * _absmax_of_one(weight)[:, None]).to(dtype)
+    code_pairs = (codes >> shifts) & 15  # [blocks, 32, 2]
+    shares = points[code_pairs.int()].flatten(1)  # [blocks, 64], of absmax
+    return (shares * absmax).to(dtype)
 
 
 @functools.cache
 def code_points(device: torch.device) -> Tensor:
-    """POINTS in fp32 on a device."""
+    """Returns POINTS in fp32 on a device."""
     return torch.tensor(POINTS).to(device, non_blocking=True)
 
 
 @functools.cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two code points in `dtype` of each of the 256 bytes, as one integer each, [256].
+    """Returns the two code points in `dtype` of each of the 256 bytes, as one integer each, [256].
 
     Selecting these takes a third of the time of selecting rows of two.
     """
     # This runs in a layer, where the host must not wait for the device.
     points = torch.tensor(POINTS, dtype=dtype).to(device, non_blocking=True)
     both = torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1)  # [256, 2]
-    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1)
+    integer = torch.int64 if dtype == torch.float32 else torch.int32
+    return both.view(integer).view(-1)

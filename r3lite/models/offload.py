@@ -34,7 +34,7 @@ class Offload:
         self.stack.append(host)
 
     def take(self) -> Tensor:
-        """The tensor that was put last, on the device."""
+        """Returns the tensor that was put last, on the device."""
         x = self._fetch() if self.coming is None else self.coming
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

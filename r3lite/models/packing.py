@@ -24,8 +24,8 @@ class Segment:
     """One of a pack's segments, which together are its N tokens in order."""
 
     size: int  # tokens
-    before: tuple[int, ...]  # the segments on the way from the root, by their numbers
-    mask: Tensor | None  # [size, before + size], added to scores; None: causal, nothing comes before
+    ancestors: tuple[int, ...]  # the segments on the way from the root, by their numbers
+    mask: Tensor | None  # [size, the ancestors' sizes + size], added to scores; None: causal, it has no ancestors
 
 
 @dataclass(frozen=True)
@@ -38,115 +38,148 @@ class Pack:
     places: list[list[int]]  # for each row, where its tokens are among the N
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> "Pack":
+    def of(
+        rows: Sequence[Sequence[int]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> "Pack":
         """Packs rows of token ids; `dtype` is that of the queries that will attend."""
         order, shared = _sorted(rows)
         tokens: list[int] = []
         positions: list[int] = []
-        found: list[tuple[slice, tuple[int, ...]]] = []
+        spans: list[range] = []  # for each segment, where its tokens are among the N
+        ancestors: list[tuple[int, ...]] = []  # of each segment
         places: list[list[int]] = [[]] * len(rows)
 
-        def grow(first: int, last: int, depth: int, before: tuple[int, ...]) -> None:
-            """Lays out rows first .. last - 1 in order, which share `depth` tokens, the segments `before`."""
+        def lay_out(
+            first: int,
+            last: int,
+            depth: int,
+            path: tuple[int, ...],
+        ) -> None:
+            """Lays out rows first .. last - 1 in order, which share `depth` tokens, those of the segments `path`."""
             row = rows[order[first]]
             end = min(shared[first + 1 : last], default=len(row))
             if end > depth:
-                own = slice(len(tokens), len(tokens) + end - depth)
+                spans.append(range(len(tokens), len(tokens) + end - depth))
+                ancestors.append(path)
                 tokens.extend(row[depth:end])
                 positions.extend(range(depth, end))
-                found.append((own, before))
-                before = (*before, len(found) - 1)
+                path = (*path, len(spans) - 1)
             if last == first + 1:
-                way = [found[number][0] for number in before]
-                places[order[first]] = [i for own in way for i in range(own.start, own.stop)]
+                places[order[first]] = [place for number in path for place in spans[number]]
                 return
-            for a, b in pairwise([first, *(i for i in range(first + 1, last) if shared[i] == end), last]):
-                grow(a, b, end, before)
+            branches = [i for i in range(first + 1, last) if shared[i] == end]
+            for branch_first, branch_last in pairwise([first, *branches, last]):
+                lay_out(branch_first, branch_last, depth=end, path=path)
 
         if rows:
-            grow(0, len(rows), 0, ())
-        masks = causal_masks([(positions[own.start], own.stop - own.start) for own, _ in found], device, dtype)
-        segments = [
-            Segment(own.stop - own.start, before, mask) for (own, before), mask in zip(found, masks, strict=True)
-        ]
+            lay_out(0, len(rows), depth=0, path=())
+        stretches = [(positions[span.start], len(span)) for span in spans]
+        masks = causal_masks(stretches, device, dtype)
+        segments = []
+        for span, path, mask in zip(spans, ancestors, masks, strict=True):
+            segments.append(Segment(size=len(span), ancestors=path, mask=mask))
         # From the host without waiting for what the device is still doing.
-        return Pack(torch.tensor([tokens]), torch.tensor([positions]).to(device, non_blocking=True), segments, places)
+        positions_on_device = torch.tensor([positions]).to(device, non_blocking=True)
+        return Pack(tokens=torch.tensor([tokens]), positions=positions_on_device, segments=segments, places=places)
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
         # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
         sizes = [segment.size for segment in self.segments]
-        queries, own = q.split(sizes, dim=2), kv.split(sizes, dim=2)
-        parts = []
+        queries = q.split(sizes, dim=2)
+        keys_values = kv.split(sizes, dim=2)
+        outputs = []
         for i, segment in enumerate(self.segments):
-            seen = torch.cat([own[j] for j in (*segment.before, i)], dim=2) if segment.before else own[i]
-            parts.append(grouped_attention(queries[i], seen, segment.mask))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            if segment.ancestors:
+                visible = torch.cat([keys_values[j] for j in (*segment.ancestors, i)], dim=2)
+            else:
+                visible = keys_values[i]
+            outputs.append(grouped_attention(queries[i], visible, segment.mask))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
-        """For each chosen token of the rows: the place of the state that predicts it [n], and its id [n].
+    def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
+        """Returns the tokens [n] that the rows' masks select, after the places [n] of the states that predict them.
 
-        In the order of rows and tokens. A row's first token is left out: no state comes before it. A token that several
-        rows share comes once for each row that chooses it.
+        They are in the order of rows and tokens. A row's first token is left out: no state comes before it. A token
+        that several rows share comes once for each row whose mask selects it.
         """
         ids = self.tokens[0].tolist()
-        pairs = [
-            (place[t - 1], ids[place[t]])
-            for place, row in zip(self.places, chosen, strict=True)
-            for t in range(1, len(place))
-            if row[t]
-        ]
-        found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.positions.device, non_blocking=True)
-        before, own = found.unbind(1)
-        return before, own
+        pairs = []
+        for row_places, mask in zip(self.places, masks, strict=True):
+            for t in range(1, len(row_places)):
+                if mask[t]:
+                    pairs.append((row_places[t - 1], ids[row_places[t]]))
+        columns = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
+        states, targets = columns.to(self.positions.device, non_blocking=True).unbind(1)
+        return states, targets
 
 
 def states_before(
-    model: CausalLM, rows: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]]
+    model: CausalLM, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
 ) -> tuple[Tensor, Tensor]:
-    """Runs a model over rows in one pack: the states [n, C] that predict the chosen tokens, and these tokens [n]."""
+    """Runs a model over rows in one pack.
+
+    Returns the states [n, C] that predict the tokens that the rows' masks select, and these tokens [n].
+    """
     pack = Pack.of(rows, model.head_weight.device, model.head_weight.dtype)
-    places, tokens = pack.predicted(chosen)
+    places, tokens = pack.predicted(masks)
     return states_at(model(pack.tokens, pack), places), tokens
 
 
 def states_at(hidden: Tensor, places: Tensor) -> Tensor:
-    """The hidden states [n, C] at `places` [n] of a pack's, which are [1, N, C]; a place may come several times."""
+    """Returns the states [n, C] at `places` [n] of a pack's `hidden` [1, N, C]; a place may come several times."""
     # Not hidden[0, places]: several CPU threads add up the gradient of indexing in the order in which they come to it,
     # so that two equal runs would differ in the last digits. An embedding's has a fixed order, and is faster.
     return F.embedding(places, hidden[0])
 
 
-def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:
-    """Indices of rows in groups of at most `most`, each group's pack of at most `tokens`; a longer row forms its own.
+def groups(
+    rows: Sequence[Sequence[int]],
+    max_tokens: int,
+    max_rows: int,
+) -> list[list[int]]:
+    """Returns the indices of rows in groups of at most `max_rows`, whose packs have at most `max_tokens` tokens.
 
-    Rows with a common prefix stay together.
+    A longer row forms its own group. Rows with a common prefix stay together.
     """
     order, shared = _sorted(rows)
-    made: list[list[int]] = []
-    size = 0
-    for i, common in zip(order, shared):
-        own = len(rows[i]) - common
-        if not made or len(made[-1]) == most or size + own > tokens:
-            made.append([])
-            size, own = 0, len(rows[i])
-        made[-1].append(i)
-        size += own
-    return made
+    packs: list[list[int]] = []
+    pack_tokens = 0
+    for i, shared_tokens in zip(order, shared):
+        new_tokens = len(rows[i]) - shared_tokens
+        if not packs or len(packs[-1]) == max_rows or pack_tokens + new_tokens > max_tokens:
+            packs.append([])
+            pack_tokens = 0
+            new_tokens = len(rows[i])
+        packs[-1].append(i)
+        pack_tokens += new_tokens
+    return packs
 
 
 def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The rows' indices in alphabetical order, and how many tokens each row shares with the one before it.
+    """Returns the rows' indices in alphabetical order, and how many tokens each row shares with the one before it.
 
     In this order rows with a common prefix are neighbours, so every token of the tree is new in one row only.
     """
+    if not rows:
+        return [], []
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    return order, [0] * bool(rows) + [common_prefix(rows[i], rows[j]) for i, j in pairwise(order)]
+    shared = [common_prefix(rows[i], rows[j]) for i, j in pairwise(order)]
+    return order, [0, *shared]
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens at their beginning two rows share in a pack, a multiple of GRANULE.
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns how many tokens at their beginning two rows share in a pack, a multiple of GRANULE.
 
     Of many rows in alphabetical order, the first and the last share what all share.
     """
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))) // GRANULE * GRANULE
+    equal_pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
+    count = sum(1 for _ in equal_pairs)
+    return count // GRANULE * GRANULE

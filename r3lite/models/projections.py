@@ -40,29 +40,33 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+        """The factor of B A: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        if self.rslora:
+            return self.alpha / math.sqrt(self.r)
+        return self.alpha / self.r
 
 
 @dataclass
 class Switch:
-    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on.
+    """The configs of a model's adapters and the name of the one that is on; all LoRA layers of the model share it.
 
-    While nothing but the switch changes what layers multiply by, as within lora.cast_once, `kept` has their stacks.
+    While nothing but the switch changes what layers multiply by, as within lora.cast_once, `stacks` has their stacks by
+    the layers, the adapter that is on and whether the layers train.
     """
 
     configs: dict[str, LoraConfig] = field(default_factory=dict)
     active: str | None = None
-    kept: "dict[tuple, Stack] | None" = None
+    stacks: "dict[tuple, Stack] | None" = None
 
     @contextmanager
     def to(self, name: str | None) -> Iterator[None]:
         """Switches the adapter `name` on (None: all off) within a `with` block."""
-        before, self.active = self.active, name
+        previous = self.active
+        self.active = name
         try:
             yield
         finally:
-            self.active = before
+            self.active = previous
 
 
 class Nf4Linear(nn.Module):
@@ -71,31 +75,43 @@ class Nf4Linear(nn.Module):
     Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one replaces.
     """
 
-    def __init__(self, weight: Nf4Weight, bias: nn.Parameter | None, dtype: torch.dtype):
+    def __init__(
+        self,
+        weight: Nf4Weight,
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias, self.dtype = bias, dtype
+        self.bias = bias
+        self.dtype = dtype
         self.dequantize = dequantize  # replaced by models.compiled
         for name, tensor in vars(weight).items():
             self.register_buffer(name, tensor)
 
     @property
     def weight(self) -> Nf4Weight:
-        return Nf4Weight(self.codes, self.absmax, self.absmax_scale, self.absmax_mean)
+        return Nf4Weight(
+            codes=self.codes,
+            absmax=self.absmax,
+            absmax_scale=self.absmax_scale,
+            absmax_mean=self.absmax_mean,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return project([self], x)
 
     def dense(self) -> nn.Linear:
-        """The same layer with an ordinary weight."""
+        """Returns the same layer with an ordinary weight."""
+        weight = dequantize([self.weight], self.dtype)
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        layer.weight = nn.Parameter(dequantize([self.weight], self.dtype), requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.bias = self.bias
         return layer.train(self.training)
 
 
-class Adapter(NamedTuple):
-    """What an adapter that is on adds to one layer: scale * B A dropout(x)."""
+class ActiveAdapter(NamedTuple):
+    """The weights of the adapter that is on in one layer, to which it adds scale * B A dropout(x)."""
 
     A: Tensor  # fp32 [r, in]
     B: Tensor  # fp32 [out, r]
@@ -108,55 +124,68 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear | Nf4Linear, switch: Switch):
         super().__init__()
-        self.base, self.switch = base, switch
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.base = base
+        self.switch = switch
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> ActiveAdapter | None:
         """The adapter that is on, if this layer is one of its targets."""
         name = self.switch.active
         if name is None or name not in self.lora_A:
             return None
         config = self.switch.configs[name]
-        dropout = config.dropout if self.training else 0.0
-        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout)
+        return ActiveAdapter(
+            A=self.lora_A[name],
+            B=self.lora_B[name],
+            scale=config.scale,
+            dropout=config.dropout if self.training else 0.0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return project([self], x)
 
 
 class Stack:
-    """Linear layers that read the same x, and the adapter that is on: what `project` multiplies by.
+    """Linear layers that read the same x, and the adapter that is on: `project` multiplies by their weights.
 
     Making one takes tens of microseconds, so those of a pass are kept for the next one where that is safe, see Switch.
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
-        self.bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
-        adapters = [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
-        self.on = [adapter for adapter in adapters if adapter]
-        self.dropout = max((adapter.dropout for adapter in self.on), default=0.0)
-        sizes = [base.out_features for base in self.bases]
+        self.bases = []
+        self.on: list[ActiveAdapter] = []
         # Of each adapter that is on: it, its columns of the output, and its columns of all A x side by side.
-        self.places: list[tuple[Adapter, slice, slice]] = []
-        column = rank = 0
-        for size, adapter in zip(sizes, adapters, strict=True):
+        self.places: list[tuple[ActiveAdapter, slice, slice]] = []
+        column = 0
+        rank = 0
+        for layer in layers:
+            is_lora = isinstance(layer, LoraLinear)
+            base = layer.base if is_lora else layer
+            adapter = layer.adapter if is_lora else None
+            next_column = column + base.out_features
             if adapter:
-                self.places.append((adapter, slice(column, column + size), slice(rank, rank + len(adapter.A))))
-                rank += len(adapter.A)
-            column += size
+                next_rank = rank + len(adapter.A)
+                self.on.append(adapter)
+                self.places.append((adapter, slice(column, next_column), slice(rank, next_rank)))
+                rank = next_rank
+            self.bases.append(base)
+            column = next_column
+        self.dropout = max((adapter.dropout for adapter in self.on), default=0.0)
         self.casts: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
 
     @staticmethod
     def of(layers: Sequence[nn.Module]) -> "Stack":
-        """That of an nn.Linear, an Nf4Linear or a LoraLinear, or of several; the one that is kept, if there is one."""
+        """Returns the stack of nn.Linear, Nf4Linear or LoraLinear layers; the one that the switch keeps, if any."""
         first = layers[0]
-        if not isinstance(first, LoraLinear) or first.switch.kept is None:
+        if not isinstance(first, LoraLinear) or first.switch.stacks is None:
             return Stack(layers)
-        kept, key = first.switch.kept, (*layers, first.switch.active, first.training)
-        if key not in kept:
-            kept[key] = Stack(layers)
-        return kept[key]
+        stacks = first.switch.stacks
+        key = (*layers, first.switch.active, first.training)
+        if key not in stacks:
+            stacks[key] = Stack(layers)
+        return stacks[key]
 
     @property
     def is_frozen(self) -> bool:
@@ -168,33 +197,45 @@ class Stack:
         return [weight for adapter in self.on for weight in (adapter.A, adapter.B)]
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """The weight [sum of out, in]. One in NF4 is dequantized, which costs less memory than keeping it."""
-        return _weight(self.bases, dtype) if self._dense is None else self._dense.to(dtype)
+        """Returns the weight [sum of out, in]. One in NF4 is dequantized, which costs less memory than keeping it."""
+        if self._dense is None:
+            return _weight(self.bases, dtype)
+        return self._dense.to(dtype)
 
     @cached_property
     def _dense(self) -> Tensor | None:
         """The weights, if they lie one after another in memory."""
         weights = [base.weight for base in self.bases]
-        return None if any(isinstance(weight, Nf4Weight) for weight in weights) else adjacent(weights)
+        if any(isinstance(weight, Nf4Weight) for weight in weights):
+            return None
+        return adjacent(weights)
 
     @cached_property
     def bias(self) -> Tensor | None:
         """The biases [sum of out]."""
-        return None if self.bases[0].bias is None else side_by_side([base.bias for base in self.bases])
+        if self.bases[0].bias is None:
+            return None
+        return side_by_side([base.bias for base in self.bases])
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """The A [sum of r, in] of the adapters, side by side, and the B [out, r] of each, in a product's dtype."""
+        """Returns all A side by side [sum of r, in], and the B [out, r] of each adapter, in a product's dtype."""
         if dtype not in self.casts:
             A = side_by_side([adapter.A for adapter in self.on])
-            self.casts[dtype] = A.to(dtype), [adapter.B.to(dtype) for adapter in self.on]
+            Bs = [adapter.B for adapter in self.on]
+            self.casts[dtype] = A.to(dtype), [B.to(dtype) for B in Bs]
         return self.casts[dtype]
 
 
-def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The outputs of linear layers for the same x [..., in], side by side: [..., sum of out]; plus `residual` if given.
+def project(
+    layers: Sequence[nn.Module],
+    x: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Returns the outputs of linear layers for the same x [..., in], side by side: [..., sum of out].
 
     A layer is an nn.Linear, an Nf4Linear, or a LoraLinear of one of them. The products of an adapter are in the dtype
-    of the base's, or in fp32 for a few half-precision rows on a CPU without gradients.
+    of the base's, or in fp32 for a few half-precision rows on a CPU without gradients. A `residual` [..., sum of out]
+    is added to the outputs.
     """
     stack = Stack.of(layers)
     if stack.dropout and len(layers) > 1:  # each of them drops other numbers of x
@@ -203,25 +244,38 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
     rows = x.flatten(0, -2)  # [N, in]
     if torch.is_autocast_enabled(x.device.type):
         rows = rows.to(torch.get_autocast_dtype(x.device.type))
-    added = residual.flatten(0, -2) if residual is not None and residual.dtype == rows.dtype else None  # [N, out]
-    dropped = F.dropout(rows, stack.dropout) if stack.dropout else None
+    added = None
+    if residual is not None and residual.dtype == rows.dtype:
+        added = residual.flatten(0, -2)  # [N, out]
+    dropped = None
+    if stack.dropout:
+        dropped = F.dropout(rows, stack.dropout)
     if not torch.is_grad_enabled():
-        out = _without_gradients(stack, rows, dropped, added)
+        out = _without_gradients(stack, rows, dropped=dropped, added=added)
     elif stack.is_frozen:
         out = _Projected.apply(rows, dropped, added, stack, *stack.parameters)
     else:
         assert not stack.on, "the base of an adapter is frozen"
         out = torch.cat([base(rows) for base in stack.bases], dim=-1)
-        out = out if added is None else added + out
+        if added is not None:
+            out = added + out
     out = out.unflatten(0, x.shape[:-1])
-    return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
+    if residual is not None and added is None:  # under autocast the residual is wider
+        out = residual + out
+    return out
 
 
-def _without_gradients(stack: Stack, x: Tensor, dropped: Tensor | None, added: Tensor | None) -> Tensor:
-    """The layers' outputs [N, sum of out] for x [N, in], of which the adapters get `dropped` if that is given."""
-    out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
+def _without_gradients(
+    stack: Stack,
+    x: Tensor,
+    dropped: Tensor | None,
+    added: Tensor | None,
+) -> Tensor:
+    """Returns the layers' outputs [N, sum of out] for x [N, in]; the adapters read `dropped` in its place, if given."""
+    out = _frozen(stack, x, added)
     if not stack.on:
         return out
+    adapter_x = x if dropped is None else dropped
     if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
         A, Bs = stack.cast(torch.float32)
         low = F.linear(adapter_x.float(), A)  # [N, sum of r]
@@ -229,29 +283,42 @@ def _without_gradients(stack: Stack, x: Tensor, dropped: Tensor | None, added: T
             out[:, columns].add_(F.linear(low[:, ranks], B), alpha=adapter.scale)
         return out
     A, Bs = stack.cast(out.dtype)
-    return _add_adapters(out, F.linear(adapter_x, A), Bs, stack)
+    low = F.linear(adapter_x, A)  # [N, sum of r]
+    return _add_adapters(out, low, Bs=Bs, stack=stack)
 
 
-def _frozen(stack: Stack, x: Tensor, added: Tensor | None) -> Tensor:
-    """The outputs [N, sum of out] of the layers without adapters, for x [N, in], plus `added`."""
+def _frozen(
+    stack: Stack,
+    x: Tensor,
+    added: Tensor | None,
+) -> Tensor:
+    """Returns the outputs [N, sum of out] of the layers without adapters, for x [N, in], plus `added`."""
     weight = stack.weight(x.dtype)
-    if added is None:
-        return linear(x, weight, None if stack.bias is None else stack.bias.to(x.dtype))
-    assert stack.bias is None and len(stack.bases) == 1
-    return linear(x, weight, added=added)
+    if added is not None:
+        assert stack.bias is None and len(stack.bases) == 1
+        return linear(x, weight, added=added)
+    if stack.bias is not None:
+        return linear(x, weight, bias=stack.bias.to(x.dtype))
+    return linear(x, weight)
 
 
 def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:
-    """The layers' weights [sum of out, in], dequantized or copied to lie one after another."""
+    """Returns the layers' weights [sum of out, in], dequantized or copied to lie one after another."""
     weights = [base.weight for base in bases]
-    if all(isinstance(weight, Nf4Weight) for weight in weights):
+    packed = [isinstance(weight, Nf4Weight) for weight in weights]
+    if all(packed):
         return bases[0].dequantize(weights, dtype)
-    if any(isinstance(weight, Nf4Weight) for weight in weights):  # an adapter was merged into some of them
+    if any(packed):  # an adapter was merged into some of them
         return torch.cat([_weight([base], dtype) for base in bases])
     return side_by_side(weights).to(dtype)
 
 
-def _add_adapters(out: Tensor, low: Tensor, Bs: list[Tensor], stack: Stack) -> Tensor:
+def _add_adapters(
+    out: Tensor,
+    low: Tensor,
+    Bs: list[Tensor],
+    stack: Stack,
+) -> Tensor:
     """Adds scale * B low to the outputs [N, sum of out], in place: an adapter's output is never a tensor of its own."""
     for B, (adapter, columns, ranks) in zip(Bs, stack.places, strict=True):
         out[:, columns].addmm_(low[:, ranks], B.t(), alpha=adapter.scale)
@@ -263,44 +330,56 @@ class _Projected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dropped, added, stack, *weights):
-        out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
+        out = _frozen(stack, x, added)
         if weights:
+            adapter_x = x if dropped is None else dropped
             A, Bs = stack.cast(out.dtype)
             low = F.linear(adapter_x, A)  # [N, sum of r]
-            _add_adapters(out, low, Bs, stack)
+            _add_adapters(out, low, Bs=Bs, stack=stack)
             ctx.save_for_backward(adapter_x, low, *weights)
-        ctx.stack, ctx.drops, ctx.adds = stack, dropped is not None, added is not None
+        ctx.stack = stack
+        ctx.drops = dropped is not None
+        ctx.adds = added is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad_x = grad_dropped = None
+        grad_x = None
+        grad_dropped = None
+        grad_added = grad if ctx.adds else None
         if ctx.needs_input_grad[0]:
             grad_x = linear(grad, ctx.stack.weight(grad.dtype).t())  # [N, in]
-        grads = [None] * (len(ctx.needs_input_grad) - 4)
-        if grads:
+        weight_grads = [None] * (len(ctx.needs_input_grad) - 4)
+        if weight_grads:
             adapter_x, low, *weights = ctx.saved_tensors
-            places, grad_low = ctx.stack.places, torch.empty_like(low)
+            places = ctx.stack.places
+            grad_low = torch.empty_like(low)
             A, Bs = ctx.stack.cast(grad.dtype)
             for B, (adapter, columns, ranks) in zip(Bs, places, strict=True):
-                _product(grad[:, columns], B, adapter.scale, out=grad_low[:, ranks])
+                _product(grad[:, columns], B, scale=adapter.scale, out=grad_low[:, ranks])
             if weights[0].requires_grad:
                 # Each in one tensor, so that they become fp32 in one operation. All have one r: it is one adapter.
+                out_sizes = [len(B) for B in Bs]
                 grad_A = (grad_low.t() @ adapter_x).to(weights[0].dtype)  # [sum of r, in]
-                grad_B = grad.new_empty(sum(map(len, Bs)), Bs[0].shape[1])  # [sum of out, r]
-                pieces = grad_B.split([len(B) for B in Bs])
+                grad_B = grad.new_empty(sum(out_sizes), Bs[0].shape[1])  # [sum of out, r]
+                pieces = grad_B.split(out_sizes)
                 for piece, (adapter, columns, ranks) in zip(pieces, places, strict=True):
-                    _product(grad[:, columns].t(), low[:, ranks], adapter.scale, out=piece)
-                grads[::2] = grad_A.split([len(weight) for weight in weights[::2]])
-                grads[1::2] = grad_B.to(weights[0].dtype).split([len(B) for B in Bs])
+                    _product(grad[:, columns].t(), low[:, ranks], scale=adapter.scale, out=piece)
+                weight_grads[::2] = grad_A.split([len(weight) for weight in weights[::2]])
+                weight_grads[1::2] = grad_B.to(weights[0].dtype).split(out_sizes)
             if ctx.drops:
                 grad_dropped = grad_low @ A
             elif grad_x is not None:
                 grad_x.addmm_(grad_low, A)
-        return grad_x, grad_dropped, grad if ctx.adds else None, None, *grads
+        return grad_x, grad_dropped, grad_added, None, *weight_grads
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """scale * a b in one operation; written to `out` if that is given."""
-    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale, out=out)
+def _product(
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Writes scale * a b to `out` in one operation."""
+    torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale, out=out)

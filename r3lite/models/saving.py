@@ -49,29 +49,47 @@ def save_merged(
     a JSON file that are others than in the source, or all of a text file. The folder appears whole or not at all.
     Raises R3LiteError if it exists and is not empty.
     """
-    key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
-    dtype, more = str(model.head_weight.dtype).removeprefix("torch."), dict(changes or {})
-    more[CONFIG] = more.get(CONFIG, {}) | {key: dtype}
+    dtype_key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
+    dtype = str(model.head_weight.dtype).removeprefix("torch.")
+    changes = dict(changes or {})
+    changes[CONFIG] = changes.get(CONFIG, {}) | {dtype_key: dtype}
 
     def write(folder: Path) -> None:
         write_weights(folder, checkpoint_tensors(model), max_shard)
 
-    _write_folder(model, Path(source_folder), Path(out_folder), write, more)
+    _write_folder(
+        model,
+        source=Path(source_folder),
+        out=Path(out_folder),
+        write=write,
+        changes=changes,
+    )
 
 
-def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | None) -> None:
+def write_weights(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    max_shard: int | None,
+) -> None:
     """Writes tensors as one file, or as several and an index, under the names that transformers gives them."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    most, pattern = max_shard or 1 << 62, "model{suffix}.safetensors"
-    parts = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=most)
-    for name, held in parts.filename_to_tensors.items():
-        write_tensors(folder / name, {tensor: tensors[tensor] for tensor in held})
-    if parts.is_sharded:
-        write_json(folder / INDEX, {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename})
+    shards = split_torch_state_dict_into_shards(
+        tensors,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard or 1 << 62,
+    )
+    for file_name, names in shards.filename_to_tensors.items():
+        write_tensors(folder / file_name, {name: tensors[name] for name in names})
+    if shards.is_sharded:
+        write_json(folder / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
 
 
-def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path) -> None:
+def save_nf4(
+    model: CausalLM,
+    source_folder: str | Path,
+    out_folder: str | Path,
+) -> None:
     """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
 
     Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
@@ -85,7 +103,13 @@ def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path)
     def write(folder: Path) -> None:
         write_tensors(folder / SINGLE, base_tensors(model.state_dict()), metadata)
 
-    _write_folder(model, Path(source_folder), Path(out_folder), write, {CONFIG: {"quantization_config": nf4.LAYOUT}})
+    _write_folder(
+        model,
+        source=Path(source_folder),
+        out=Path(out_folder),
+        write=write,
+        changes={CONFIG: {"quantization_config": nf4.LAYOUT}},
+    )
 
 
 def _write_folder(
@@ -96,7 +120,7 @@ def _write_folder(
     `config.json` loses the source's quantization, and its tied head if the model has another one.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"{out} already exists", "Pass a new folder for the checkpoint.")
+        raise R3LiteError(f"{out} already exists", "Pass a new folder for the checkpoint.", code="output-exists")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}{PART}")
     try:
@@ -104,17 +128,20 @@ def _write_folder(
         for name in VERBATIM:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        config = config_record(source).values
-        untied = {} if model.config.tie_word_embeddings else {"tie_word_embeddings": False}
-        kept = {key: value for key, value in config.items() if key != "quantization_config"} | untied
+        config = dict(config_record(source).values)
+        config.pop("quantization_config", None)
+        if not model.config.tie_word_embeddings:
+            config["tie_word_embeddings"] = False
         for name, change in changes.items():
             if isinstance(change, str):
                 write_text(temporary / name, change)
                 continue
-            before = read_record(source / name, SOURCE.format(name)).values if (source / name).is_file() else {}
-            wanted = (kept if name == CONFIG else before) | change
-            if wanted != before:  # or the file stays as it is, byte for byte
-                write_json(temporary / name, wanted)
+            values = {}
+            if (source / name).is_file():
+                values = read_record(source / name, SOURCE.format(name)).values
+            changed_values = (config if name == CONFIG else values) | change
+            if changed_values != values:  # or the file stays as it is, byte for byte
+                write_json(temporary / name, changed_values)
         write(temporary)
         if out.exists():
             out.rmdir()  # empty; Windows renames onto nothing

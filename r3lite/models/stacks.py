@@ -14,39 +14,49 @@ STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers th
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [n, ...] as one [sum of n, ...]: a view if they lie one after another in memory, or else a copy."""
+    """Returns tensors [n, ...] as one [sum of n, ...]: a view if they lie one after another in memory, else a copy."""
     view = adjacent(tensors)
-    return torch.cat(tuple(tensors)) if view is None else view
+    if view is None:
+        return torch.cat(tuple(tensors))
+    return view
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """A view of tensors [n, ...] as one [sum of n, ...], if they lie one after another in memory."""
-    first, rows = tensors[0], 0
+    """Returns a view of tensors [n, ...] as one [sum of n, ...], or None if they do not lie one after another."""
+    first = tensors[0]
     if len(tensors) == 1:
         return first
-    storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
-    size = first.stride(0) * first.element_size()
+    storage = first.untyped_storage().data_ptr()
+    start = first.data_ptr()
+    row_bytes = first.stride(0) * first.element_size()
+    rows = 0
     for tensor in tensors:
-        there = tensor.data_ptr() == start + rows * size and tensor.untyped_storage().data_ptr() == storage
-        if not (there and tensor.is_contiguous()):
+        follows = tensor.data_ptr() == start + rows * row_bytes
+        if not follows or tensor.untyped_storage().data_ptr() != storage or not tensor.is_contiguous():
             return None
         rows += len(tensor)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def stacks(paths: Iterable[str]) -> list[list[str]]:
-    """Paths of layers, those of one parent together that are in one of STACKS."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    """Groups paths of layers: those of one parent are together that are in one of STACKS."""
+    by_stack: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
-        found.setdefault((parent, next((stack for stack in STACKS if name in stack), (name,))), []).append(path)
-    return list(found.values())
+        stack = next((stack for stack in STACKS if name in stack), (name,))
+        by_stack.setdefault((parent, stack), []).append(path)
+    return list(by_stack.values())
 
 
-def stacked(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """New tensors without values, of shapes [n, ...] that differ in n alone, which lie one after another in memory."""
+def stacked(
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Returns new tensors without values, of shapes [n, ...] that differ in n alone, one after another in memory."""
     rows = [shape[0] for shape in shapes]
-    return list(torch.empty(sum(rows), *shapes[0][1:], dtype=dtype, device=device).split(rows))
+    memory = torch.empty(sum(rows), *shapes[0][1:], dtype=dtype, device=device)
+    return list(memory.split(rows))
 
 
 class StackMemory:
@@ -55,24 +65,35 @@ class StackMemory:
     It is allocated when it is first asked for, so that never much more is held than what has been read.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
-        self.tensors, self.dtype, self.device = tensors, dtype, device
-        self.found: dict[str, Tensor] = {}
-        self.beside: dict[str, list[str]] = {}  # the names of one stack, by each of them
-        kinds = defaultdict(list)
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.tensors = tensors
+        self.dtype = dtype
+        self.device = device
+        self.allocated: dict[str, Tensor] = {}
+        self.stack_names: dict[str, list[str]] = {}  # the names of one stack, by each of them
+        paths_by_kind = defaultdict(list)  # a kind is the last part of a name, such as weight or bias
         for name in tensors:
             path, _, kind = name.rpartition(".")
-            kinds[kind].append(path)
-        for kind, paths in kinds.items():
+            paths_by_kind[kind].append(path)
+        for kind, paths in paths_by_kind.items():
             for stack in stacks(paths):
                 names = [f"{path}.{kind}" for path in stack]
-                self.beside |= dict.fromkeys(names, names)
+                self.stack_names |= dict.fromkeys(names, names)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.found:
-            names = self.beside[name]
-            like = self.tensors[name]
-            dtype = self.dtype if isinstance(like, nn.Parameter) else like.dtype
-            together = stacked([self.tensors[n].shape for n in names], dtype, self.device)
-            self.found |= dict(zip(names, together, strict=True))
-        return self.found[name]
+        if name not in self.allocated:
+            names = self.stack_names[name]
+            shapes = [self.tensors[stack_name].shape for stack_name in names]
+            memory = stacked(shapes, self.dtype_of(name), self.device)
+            self.allocated |= dict(zip(names, memory, strict=True))
+        return self.allocated[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the dtype in which a tensor is held: the model's if it is a parameter, or else its own."""
+        tensor = self.tensors[name]
+        return self.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from r3lite.models.stacks import StackMemory
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 ALIGNED = 512  # bytes: where tensors of a layer begin
 
 
@@ -34,12 +35,15 @@ class Piece:
 
     @property
     def end(self) -> int:
-        return self.start + sum(map(prod, self.shapes)) * self.dtype.itemsize
+        numbers = sum(map(prod, self.shapes))
+        return self.start + numbers * self.dtype.itemsize
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors, by name, in the memory [bytes] of a layer."""
-        together = memory[self.start : self.end].view(self.dtype).view(-1, *self.shapes[0][1:])
-        return dict(zip(self.names, together.split([shape[0] for shape in self.shapes]), strict=True))
+        """Returns the tensors, by name, in the memory [bytes] of a layer."""
+        stack = memory[self.start : self.end].view(self.dtype)
+        stack = stack.view(-1, *self.shapes[0][1:])
+        rows = [shape[0] for shape in self.shapes]
+        return dict(zip(self.names, stack.split(rows), strict=True))
 
 
 class HostLayers(StackMemory):
@@ -48,35 +52,47 @@ class HostLayers(StackMemory):
     It is pinned for a CUDA device if the system allows it; WSL and containers may refuse, and then copies are slower.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__(tensors, dtype, device)
         self.pinned = device.type == "cuda"
         self.layers: dict[int, Tensor] = {}  # [bytes] each
         self.pieces: dict[int, list[Piece]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.found:
-            if layer := LAYER.match(name):
-                self._add(int(layer[1]))
+        if name not in self.allocated:
+            layer = LAYER.match(name)
+            if layer:
+                self._allocate_layer(int(layer[1]))
             elif name == EMBEDDING and HEAD in self.tensors:
                 shape = self.tensors[name].shape
                 table = torch.empty(shape, dtype=self.dtype)  # its rows are gathered by the CPU: not pinned
-                self.found[name] = _as_host_memory(table)
+                self.allocated[name] = _as_host_memory(table)
         return super().__getitem__(name)
 
-    def _add(self, layer: int) -> None:
-        """Makes room for a layer."""
-        names = [name for name in self.tensors if name.startswith(f"model.layers.{layer}.")]
-        pieces, end = [], 0
-        for beside in {id(self.beside[name]): self.beside[name] for name in names}.values():
-            like = self.tensors[beside[0]]
-            dtype = self.dtype if isinstance(like, nn.Parameter) else like.dtype
-            start = -(-end // ALIGNED) * ALIGNED
-            pieces.append(Piece(beside, [self.tensors[n].shape for n in beside], dtype, start))
-            end = pieces[-1].end
-        self.layers[layer], self.pieces[layer] = self._bytes(end), pieces
+    def _allocate_layer(self, layer: int) -> None:
+        prefix = f"model.layers.{layer}."
+        names = [name for name in self.tensors if name.startswith(prefix)]
+        layer_stacks = {id(self.stack_names[name]): self.stack_names[name] for name in names}
+        pieces = []
+        end = 0
+        for stack in layer_stacks.values():
+            piece = Piece(
+                names=stack,
+                shapes=[self.tensors[name].shape for name in stack],
+                dtype=self.dtype_of(stack[0]),
+                start=-(-end // ALIGNED) * ALIGNED,
+            )
+            pieces.append(piece)
+            end = piece.end
+        self.layers[layer] = self._bytes(end)
+        self.pieces[layer] = pieces
         for piece in pieces:
-            self.found |= piece.tensors(self.layers[layer])
+            self.allocated |= piece.tensors(self.layers[layer])
 
     def _bytes(self, size: int) -> Tensor:
         if self.pinned:
@@ -89,7 +105,7 @@ class HostLayers(StackMemory):
 
 
 def _as_host_memory(tensor: Tensor) -> Tensor:
-    """The same tensor, which devices.live_tensors counts as the host's on a CPU, too, from now on."""
+    """Marks a tensor as the host's, which devices.live_tensors then counts as such on a CPU, too; returns it."""
     tensor.untyped_storage().is_host_part = True
     return tensor
 
@@ -98,11 +114,15 @@ class LayerStream:
     """The layers of a model, two of which are on its device at a time."""
 
     def __init__(self, memory: HostLayers):
-        self.device, self.pinned, self.pieces = memory.device, memory.pinned, memory.pieces
+        self.device = memory.device
+        self.pinned = memory.pinned
+        self.pieces = memory.pieces
         self.host = [memory.layers[layer] for layer in sorted(memory.layers)]
-        turns = [self.host[turn::2] for turn in range(min(2, len(self.host)))]
-        self.places = [torch.empty(max(map(len, turn)), dtype=torch.uint8, device=self.device) for turn in turns]
-        self.there: list[int | None] = [None] * len(self.places)  # the layer in each place, or on its way to it
+        self.places = []
+        for turn in range(min(2, len(self.host))):
+            size = max(map(len, self.host[turn::2]))
+            self.places.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        self.layer_in: list[int | None] = [None] * len(self.places)  # the layer in each place, or on its way to it
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.arrived: list[torch.cuda.Event] = []
         if self.stream is not None:
@@ -120,45 +140,55 @@ class LayerStream:
                 for name, tensor in piece.tensors(self.places[layer % 2]).items():
                     owner, _, attribute = name.rpartition(".")
                     module = model.get_submodule(owner)
-                    is_parameter = attribute in module._parameters
-                    setattr(module, attribute, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+                    if attribute in module._parameters:
+                        tensor = nn.Parameter(tensor, requires_grad=False)
+                    setattr(module, attribute, tensor)
 
-    def enter(self, layer: int, then: int | None) -> None:
+    def enter(self, layer: int, next_layer: int | None) -> None:
         """Call it before a layer computes: it is on the device for what is queued next, until the next call.
 
-        `then`: the layer that computes after it, if that is known; its copy is begun.
+        `next_layer` computes after it, if that is known; its copy is begun.
         """
         self._bring(layer)
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_event(self.arrived[layer % 2])
-        if then is not None and then % 2 != layer % 2:
-            self._bring(then)
+        if next_layer is not None and next_layer % 2 != layer % 2:
+            self._bring(next_layer)
 
     def in_forward(self, layer: int) -> None:
-        """`enter` of a pass forward; one with gradients turns round at the last layer, and others may follow others."""
-        last = layer == len(self.host) - 1
-        turns = last and torch.is_grad_enabled()
-        self.enter(layer, None if turns else 0 if last else layer + 1)
+        """Enters a layer of a forward pass.
+
+        At the last layer a pass with gradients turns round; after one without, another pass may begin at layer 0.
+        """
+        if layer < len(self.host) - 1:
+            self.enter(layer, layer + 1)
+        elif torch.is_grad_enabled():
+            self.enter(layer, None)
+        else:
+            self.enter(layer, 0)
 
     def in_backward(self, layer: int) -> None:
-        """`enter` of a pass backward, which ends where the next one begins."""
+        """Enters a layer of a backward pass, which ends where the next pass begins."""
         self.enter(layer, layer - 1 if layer else None)
 
     def upload(self, x: Tensor) -> Tensor:
-        """Rows of the embedding, on the device; the host does not wait if they can be pinned."""
+        """Returns rows of the embedding on the device; the host does not wait if they can be pinned."""
         if x.device.type == self.device.type:
             return x
-        return (x.pin_memory() if self.pinned else x).to(self.device, non_blocking=True)
+        if self.pinned:
+            x = x.pin_memory()
+        return x.to(self.device, non_blocking=True)
 
     def _bring(self, layer: int) -> None:
         """Begins to copy a layer to its place, unless it is there: after what is queued, which may use the place."""
-        if self.there[layer % 2] == layer:
+        if self.layer_in[layer % 2] == layer:
             return
-        self.there[layer % 2] = layer
+        self.layer_in[layer % 2] = layer
         self._copy(layer)
 
     def _copy(self, layer: int) -> None:
-        source, place = self.host[layer], self.places[layer % 2]
+        source = self.host[layer]
+        place = self.places[layer % 2]
         if self.stream is None:
             place[: len(source)].copy_(source)
             return

@@ -16,13 +16,14 @@ from r3lite.core.files import GGUF_POINTER, PART, check_regular, move, read_reco
 from r3lite.core.records import parse, shown
 from r3lite.models.gguf_files import GgufTensors
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the weights of a folder: one file, or several
+SINGLE = "model.safetensors"  # the weights of a folder in one file
+INDEX = "model.safetensors.index.json"  # the list of several files
 REMEDY = "Download the file again."
 SOURCE = "Copy {} from the model's source."
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """The names of the files of weights that a folder's index lists, which must lie in the folder."""
+    """Returns the names of the files of weights that a folder's index lists, which must lie in the folder."""
     record = read_record(folder / INDEX, SOURCE.format(INDEX))
     weight_map = record.record("weight_map")
     names = {weight_map.text(tensor) for tensor in weight_map.values}
@@ -36,7 +37,7 @@ def indexed_files(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufTensors]:
-    """A file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
+    """Opens a file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
     check_regular(path, remedy)  # safetensors would wait for a pipe for ever
     try:
         if Path(path).name == GGUF_POINTER:
@@ -45,16 +46,20 @@ def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufT
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+        raise R3LiteError(f"{path} cannot be read: {error}", remedy, code="tensors-unreadable") from error
 
 
 def read_tensors(path: str | Path, remedy: str = REMEDY) -> dict[str, Tensor]:
-    """All tensors of a file, by name: views of the mapped file."""
+    """Returns all tensors of a file, by name: views of the mapped file."""
     with opened(path, remedy) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(
+    path: str | Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str] | None = None,
+) -> None:
     """Writes a file via a temporary one beside it, so that a crash leaves the old file or the new one.
 
     The same tensors and metadata give the same bytes. Raises OSError, also for a full disk.
@@ -62,9 +67,9 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(whole, temporary, metadata={"format": "pt"} | (metadata or {}))
+        save_file(contiguous, temporary, metadata={"format": "pt"} | (metadata or {}))
         _sort_metadata(temporary)
         os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
         move(temporary, path)
@@ -81,7 +86,8 @@ def _sort_metadata(path: Path) -> None:
         header = parse(file.read(size).decode())
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         # Spaces fill a header up to a multiple of 8 bytes.
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text = text.ljust(size)
         assert len(text) == size, "the header of a safetensors file is compact JSON"
         file.seek(8)
         file.write(text)

@@ -38,16 +38,20 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     """Returns the format of a file; raises R3LiteError for what cannot be read without doubt."""
     definition = load_toml(Path(settings.format))
     for problem in _problems(definition):
-        raise R3LiteError(f"the format {settings.format} {problem}", "See docs/formats.md.")
+        raise R3LiteError(f"the format {settings.format} {problem}", "See docs/formats.md.", code="format-invalid")
     prompt = _prompt(settings.init_prompt, definition, key="prompt")
     if definition["kind"] == "headings":
         step = _prompt(settings.step_prompt, definition, key="documents_prompt")
         headings = {key: definition[key] for key in HEADINGS if key in definition}
         return R3.from_prompts(settings, init=prompt, step=step, headings=Headings(**headings))
     if settings.verification:
-        raise UsageError(f"--verification needs a format with headings, but {settings.format} has tags")
+        raise UsageError(
+            f"--verification needs a format with headings, but {settings.format} has tags", code="headings-needed"
+        )
     if settings.queries_per_step > 1:
-        raise UsageError(f"--queries-per-step needs a format with headings, but {settings.format} has tags")
+        raise UsageError(
+            f"--queries-per-step needs a format with headings, but {settings.format} has tags", code="headings-needed"
+        )
     refuse_step_prompt(settings)
     check_placeholders("the opening prompt", prompt, "question")
     search = None

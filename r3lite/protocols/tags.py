@@ -261,10 +261,14 @@ def _check_information(information: Tag) -> None:
     ends = {"--information-open": information.opening, "--information-close": information.closing}
     for flag, end in ends.items():
         if not TAG_NAME.fullmatch(end) or format_tags.tags_in(end):
-            raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
+            raise R3LiteError(
+                f"{flag} is {end!r}",
+                "Pass a tag such as <context>, other than think, search, answer.",
+                code="tag-invalid",
+            )
     if information.opening != INFORMATION.opening and information.closing == INFORMATION.closing:
         cause = f"--information-open is {information.opening}, but --information-close is {information.closing}"
-        raise R3LiteError(cause, "Pass both, such as <context> and </context>.")
+        raise R3LiteError(cause, "Pass both, such as <context> and </context>.", code="tags-differ")
 
 
 def load_solution(settings: ProtocolSettings) -> Tags:

@@ -42,7 +42,7 @@ def check_placeholders(name: str, text: str, placeholder: str, optional: tuple[s
     if present.count(placeholder) != 1 or set(present) - {placeholder, *optional}:
         allowed = "".join(f", optionally {{{word}}}" for word in optional)
         remedy = f"It must have {{{placeholder}}} exactly once{allowed}, and no other word in braces."
-        raise R3LiteError(f"{name} has the placeholders {present or 'none'}", remedy)
+        raise R3LiteError(f"{name} has the placeholders {present or 'none'}", remedy, code="prompt-placeholders")
 
 
 def place_of(name: str) -> Path:
@@ -58,9 +58,11 @@ def read_prompt(name: str) -> str:
     try:
         return place_of(name).read_text(encoding="utf-8-sig").strip()
     except FileNotFoundError as error:
-        raise R3LiteError(f"prompt file {name} cannot be read: no such file", remedy) from error
+        raise R3LiteError(
+            f"prompt file {name} cannot be read: no such file", remedy, code="prompt-unreadable"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"prompt file {name} cannot be read: {error}", remedy) from error
+        raise R3LiteError(f"prompt file {name} cannot be read: {error}", remedy, code="prompt-unreadable") from error
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
@@ -77,9 +79,15 @@ def messages(prompt: str) -> list[dict[str, str]]:
     alternating = ["user"] + ["assistant", "user"] * (len(roles) // 2)
     if roles != alternating or not all(texts):
         remedy = "Alternate [user] and [assistant], with [user] first and last."
-        raise R3LiteError("the lines [user] and [assistant] in the opening prompt do not alternate", remedy)
+        raise R3LiteError(
+            "the lines [user] and [assistant] in the opening prompt do not alternate", remedy, code="prompt-turns"
+        )
     if "{question}" not in texts[-1]:
-        raise R3LiteError("the opening prompt has {question} in its example", "Move it to the last message.")
+        raise R3LiteError(
+            "the opening prompt has {question} in its example",
+            "Move it to the last message.",
+            code="prompt-example-question",
+        )
     texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
@@ -98,7 +106,7 @@ def refuse_step_prompt(settings: ProtocolSettings) -> None:
     """Raises R3LiteError if a format that has no user turn for documents is given a prompt for it."""
     if settings.step_prompt is not None:
         cause = f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have"
-        raise R3LiteError(cause, "Remove it, or pass --format r3.")
+        raise R3LiteError(cause, "Remove it, or pass --format r3.", code="step-prompt-unsupported")
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:

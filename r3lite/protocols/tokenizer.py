@@ -27,6 +27,7 @@ from r3lite.protocols.tokenizer_files import (
     library_errors,
     probe,
     special_tokens,
+    template_file,
 )
 
 # The roles of chats whose tokens must be those of the rendered template, up to the assistant's turn.
@@ -114,7 +115,7 @@ class Tokenizer:
                 f"{template.where}: the chat template writes {one_message!r} for 1 message and {three_messages!r} for 3"
                 "; it must append turns and end each assistant turn with a token"
             )
-            raise R3LiteError(cause, TEMPLATE_REMEDY)
+            raise R3LiteError(cause, TEMPLATE_REMEDY, code="template-unsupported")
         self.stop = stop
         self.stop_id = self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
@@ -160,8 +161,11 @@ class Tokenizer:
         tokens = special_tokens(config)
         source = chat_template(folder, config)
         if not source:
-            raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
-        template = ChatTemplate(source, str(folder), tokens=tokens, thinking=thinking == "on")
+            raise R3LiteError(
+                f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY, code="template-missing"
+            )
+        where = str(template_file(folder))
+        template = ChatTemplate(source, where, tokens=tokens, thinking=thinking == "on")
         text = probe()
         with library_errors(path):
             tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
@@ -169,7 +173,7 @@ class Tokenizer:
         check_ids(record, tokenizer._marked)
         if decoded != text:
             remedy = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
-            raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy)
+            raise R3LiteError(f"{path} does not decode every text to what was encoded", remedy, code="tokenizer-lossy")
         tokenizer._check_probes()
         with library_errors(path):
             tokenizer.other_class = other_class(folder, record, text)
@@ -179,10 +183,14 @@ class Tokenizer:
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:
             # Qwen3 opens no thought; with thinking off, its turns begin with an empty one.
-            without_thinking = ChatTemplate(source, str(folder), tokens)
+            without_thinking = ChatTemplate(source, where, tokens=tokens)
             thinks = tokenizer._prompt != without_thinking.gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
-            raise R3LiteError(f"the chat template in {folder} does not support --thinking {thinking}", "Remove it.")
+            raise R3LiteError(
+                f"the chat template in {folder} does not support --thinking {thinking}",
+                "Remove it.",
+                code="thinking-unsupported",
+            )
         return tokenizer
 
     def _check_probes(self) -> None:
@@ -196,7 +204,11 @@ class Tokenizer:
             ids = self.chat(messages, prompt=True)[0]
             if ids != expected:
                 ours = f"r3lite writes {', '.join(roles)} as {self._marked.decode(ids, False)!r}"
-                raise R3LiteError(f"{self.template.where}: {ours}, the chat template as {text!r}", TEMPLATE_REMEDY)
+                raise R3LiteError(
+                    f"{self.template.where}: {ours}, the chat template as {text!r}",
+                    TEMPLATE_REMEDY,
+                    code="template-tokens-differ",
+                )
 
     @property
     def fingerprint(self) -> str:
@@ -326,7 +338,11 @@ class Tokenizer:
         """
         for message in messages:
             if message["role"] not in ROLES:
-                raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
+                raise R3LiteError(
+                    f"a message has the role {message['role']!r}",
+                    f"The roles are {', '.join(ROLES)}.",
+                    code="role-unknown",
+                )
         messages = self.folded(messages)
         changed: set[int] = set()
         if not prompt:
@@ -412,7 +428,9 @@ class Tokenizer:
         """Raises R3LiteError if the template ends the thought of each turn before it begins."""
         if self._closes_thought:
             cause = "the data have replies with a thought in <think>, but thinking is off in the chat template"
-            raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
+            raise R3LiteError(
+                cause, "Pass --thinking on, here and to all commands that use the adapter.", code="thoughts-off"
+            )
 
     def folded(self, messages: Messages) -> Messages:
         """Returns messages with the system message before the first user message, if the template has no place for

@@ -36,7 +36,11 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
         position = end
         for key, part in parts:
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
-                raise R3LiteError(f"{template.where}: the chat template does not write {key} ({part[:60]!r})", REMEDY)
+                raise R3LiteError(
+                    f"{template.where}: the chat template does not write {key} ({part[:60]!r})",
+                    REMEDY,
+                    code="template-tools",
+                )
         parts.clear()
         tokens = tokenizer.encode_marked([text])
         ids.extend(tokens)
@@ -51,7 +55,11 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
             prompt = prompt.rpartition(THINK)[0]  # an empty thought, which a template may write in its last turn only
         end = rendered.find(tokenizer.stop, len(prompt)) + len(tokenizer.stop)
         if not rendered.startswith(prompt) or not position < len(prompt) < end:
-            raise R3LiteError(f"{template.where}: the chat template changes earlier turns with tools", REMEDY)
+            raise R3LiteError(
+                f"{template.where}: the chat template changes earlier turns with tools",
+                REMEDY,
+                code="template-rewrites-tools",
+            )
         add(len(prompt), False)
         parts += parts_of(message)
         add(end, message.get("train", True))
@@ -68,7 +76,11 @@ def _refuse_markup(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequen
     for text in texts:
         markup = tokenizer.markup_in(text)
         if markup:
-            raise R3LiteError(f"a conversation with tools contains the model's markup: {markup}", "Remove it.")
+            raise R3LiteError(
+                f"a conversation with tools contains the model's markup: {markup}",
+                "Remove it.",
+                code="markup-in-conversation",
+            )
 
 
 def parts_of(message: dict) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.core.token_record import TokenRecord
 from r3lite.protocols import base
 from r3lite.protocols.chat import ThinkingChat
 from r3lite.protocols.chat_template import THINK
@@ -24,12 +25,10 @@ LONGEST_TITLE = 64  # tokens; titles are not cut further, because gold paragraph
 
 
 @dataclass
-class Transcript:
+class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far."""
 
     question: Question
-    tokens: list[int] = field(default_factory=list)  # [T]
-    action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
     steps: list[Step] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
     finish: str | None = None  # None: the episode goes on
@@ -144,7 +143,11 @@ class Layout:
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
             limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
             remedy = "Raise --max-length, shorten the prompt file, or remove the question."
-            raise R3LiteError(f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}", remedy)
+            raise R3LiteError(
+                f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}",
+                remedy,
+                code="prompt-too-long",
+            )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit."""
@@ -259,7 +262,7 @@ class Layout:
                     f"--max-length {self.lengths.max_length} has no room for "
                     f"question {transcript.question.id} with a document and an answer"
                 )
-                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
+                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)
             return

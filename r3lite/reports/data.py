@@ -48,7 +48,11 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
     """
     sizes = [_of_row(row, length) for row in read_jsonl(path) if "question" in row]
     if not sizes:
-        raise R3LiteError(f"{path} has no rows with a question", "Pass a file written by r3lite.collect.")
+        raise R3LiteError(
+            f"{path} has no rows with a question",
+            "Pass a file written by r3lite.collect.",
+            code="no-rows-with-question",
+        )
     return DataFile(path.name, unit, sizes)
 
 

@@ -59,10 +59,10 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     folders: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
-            raise R3LiteError(f"{path} is not a folder", REMEDY)
+            raise R3LiteError(f"{path} is not a folder", REMEDY, code="not-a-folder")
         found = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=began)
         if not found:
-            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY)
+            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
         folders += found
     folders = list(dict.fromkeys(folders))
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]

@@ -48,20 +48,22 @@ def check_output(folder: str | Path) -> Path:
     Raises R3LiteError if no index may be written there.
     """
     remedy = "Pass a new or empty folder as --output."
-    with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy):
+    with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy, code="index-unwritable"):
         folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
             move(_old(folder), folder)  # a kill came before the new index was in its place
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
-        raise R3LiteError(f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.")
+        raise R3LiteError(
+            f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.", code="folder-not-replaced"
+        )
     unknown = names - index.INDEX_FILES - {WAITING, PLAN}
     foreign = {name for name in unknown if not index.VECTOR_FILES.fullmatch(name)}
     if foreign:
-        raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy)
+        raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy, code="not-an-index")
     if names:
-        with explained(R3LiteError, f"{folder} already exists", remedy):
+        with explained(R3LiteError, f"{folder} already exists", remedy, code="output-exists"):
             index.read_manifest(folder)
     return folder
 
@@ -102,9 +104,15 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
         existing = manifest.text(key, None)
         requested = encoder.settings.get(key)
         if existing != requested:
-            raise R3LiteError(f"{folder} holds an index with {key} {existing}, not {requested}", remedy)
+            raise R3LiteError(
+                f"{folder} holds an index with {key} {existing}, not {requested}", remedy, code="index-setting-differs"
+            )
     if manifest.text("fingerprint") != build.fingerprint:
-        raise R3LiteError(f"{folder} holds an index of another corpus, or of an older version of this one", remedy)
+        raise R3LiteError(
+            f"{folder} holds an index of another corpus, or of an older version of this one",
+            remedy,
+            code="index-corpus-differs",
+        )
     return True
 
 
@@ -135,7 +143,11 @@ def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     for key in {**earlier_plan, **plan}:
         if earlier_plan.get(key) != plan.get(key):
             part = {"fingerprint": "corpus", "numbers": "--index-type"}.get(key, key)
-            raise R3LiteError(f"{build.work} holds an unfinished build of {build.folder} with another {part}", remedy)
+            raise R3LiteError(
+                f"{build.work} holds an unfinished build of {build.folder} with another {part}",
+                remedy,
+                code="unfinished-build-differs",
+            )
     n = len(build.passages)
     rows = len(waiting)
     if rows != n:
@@ -144,7 +156,11 @@ def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     if 0 < rows < n:
         recomputed = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
         if not index.same_vectors(recomputed, waiting.read(rows - 1, 1)):
-            raise R3LiteError(f"{build.work} was started with another {plan['encoder']}: the vectors differ", remedy)
+            raise R3LiteError(
+                f"{build.work} was started with another {plan['encoder']}: the vectors differ",
+                remedy,
+                code="build-encoder-differs",
+            )
     return rows
 
 
@@ -231,7 +247,7 @@ def _encoder(settings: IndexSettings, passages: Iterable[Document], device: str)
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
     """Writes the passages into a Qdrant collection, in place of an index folder."""
     if settings.encoder == HASHING:
-        raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
+        raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT", code="hashing-with-qdrant")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
     encoder = _encoder(settings, [], device)

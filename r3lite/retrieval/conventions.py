@@ -94,7 +94,11 @@ class Conventions:
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
         if style == OWN and self.prefixes is None:
-            raise R3LiteError(f"--encoder-style is own, but {name} has no prompts", "Remove --encoder-style.")
+            raise R3LiteError(
+                f"--encoder-style is own, but {name} has no prompts",
+                "Remove --encoder-style.",
+                code="encoder-without-prompts",
+            )
         prefixes = self.prefixes if style == OWN else PREFIXES[style]
         return style, prefixes
 
@@ -259,7 +263,7 @@ def default_prompt(config: Record) -> str:
 def model_folder(name: str, flag: str, instead: str) -> Path:
     """Returns the folder of a model that `flag` names; the error advises `instead`."""
     remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
-    with explained(R3LiteError, flag, remedy):
+    with explained(R3LiteError, flag, remedy, code="encoder-prompt"):
         return resolve_folder(name)
 
 
@@ -295,9 +299,13 @@ def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
     check_ids(definition, tokenizer)
     last_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if last_id >= rows:
-        raise R3LiteError(f"{path} has token ids up to {last_id}, but the model's embedding has {rows} rows", REMEDY)
+        raise R3LiteError(
+            f"{path} has token ids up to {last_id}, but the model's embedding has {rows} rows",
+            REMEDY,
+            code="tokenizer-beyond-embedding",
+        )
     if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:
-        raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY)
+        raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY, code="tokenizer-not-bert")
     tokenizer.enable_truncation(max_length)  # published files often carry other limits
     tokenizer.no_padding()
     return tokenizer

@@ -66,7 +66,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
         if bad:
             print(f"{path}: skipped {len(bad)} bad lines; the first: {bad[0].cause}", file=sys.stderr)
         if count == 0:
-            raise R3LiteError(f"{path} contains no passage", REMEDY)
+            raise R3LiteError(f"{path} contains no passage", REMEDY, code="corpus-empty")
 
 
 def _document(record: Record) -> Document:
@@ -122,7 +122,7 @@ class Passages(Sequence[Document]):
         self.ends = _ends(folder, places, remedy)
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
-            raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy)
+            raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy, code="corpus-shorter")
         self._text: mmap.mmap | bytes = b""
         if self.size:
             with open(self.path, "rb") as file:
@@ -149,7 +149,7 @@ class Passages(Sequence[Document]):
         """Returns the passage at a place, be it deleted or not."""
         where = f"{self.path}, line {place + 1}"
         start = int(self.ends[place - 1]) if place else 0
-        with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy):
+        with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy, code="not-utf8"):
             line = self._text[start : int(self.ends[place])].decode()
         record = Record(within(where, self.remedy, line), Source(where, self.remedy))
         return Document.from_json(record)
@@ -171,9 +171,11 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
         with open(folder / PASSAGES, "rb") as file:
             ends = np.cumsum([len(line) for line in file], dtype=np.int64)
     if places is not None and len(ends) != places:
-        raise R3LiteError(f"{folder / PASSAGES} has {len(ends)} passages, but {places} were indexed", remedy)
+        raise R3LiteError(
+            f"{folder / PASSAGES} has {len(ends)} passages, but {places} were indexed", remedy, code="passages-differ"
+        )
     if np.any(np.diff(ends, prepend=0) <= 0):
-        raise R3LiteError(f"{path} is damaged", remedy)
+        raise R3LiteError(f"{path} is damaged", remedy, code="corpus-damaged")
     return ends
 
 

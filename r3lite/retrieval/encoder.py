@@ -199,7 +199,11 @@ class BertEncoder(FolderEncoder):
         rules = self.conventions
         if rules.unsupported:
             remedy = "Use a BERT, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"{rules.folder} is not a supported BERT encoder: {rules.unsupported}", remedy)
+            raise R3LiteError(
+                f"{rules.folder} is not a supported BERT encoder: {rules.unsupported}",
+                remedy,
+                code="encoder-unsupported",
+            )
         self.model = load_bert(rules.folder, DTYPES[dtype], device)
         self.device = device
         config = self.model.config
@@ -287,7 +291,9 @@ class SentenceEncoder(FolderEncoder):
             from sentence_transformers import SentenceTransformer
         remedy = "Check that all its files are there and the weights are safetensors."
         # Exception: whatever a library and a folder of a stranger come to.
-        with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
+        with explained(
+            Exception, f"sentence-transformers cannot load the encoder {name}", remedy, code="encoder-unloadable"
+        ):
             self.model = SentenceTransformer(
                 str(self.conventions.folder),
                 device=device,

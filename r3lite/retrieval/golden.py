@@ -20,7 +20,11 @@ def golden_retriever(setup: Setup, top_k: int) -> Retrieve:
     for question in setup.questions:
         if not question.gold:
             cause = f"--retriever golden (or --baseline gold) needs gold paragraphs; question {question.id} has none"
-            raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another --retriever.")
+            raise R3LiteError(
+                cause,
+                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another --retriever.",
+                code="golden-without-paragraphs",
+            )
     noise_rate = setup.settings.noise_rate
     return lambda pairs: [paragraphs(question, noise_rate, setup.seed) for question, _ in pairs]
 

@@ -130,7 +130,11 @@ def encoded(
             vectors = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(vectors).all():
                 cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
-                raise R3LiteError(cause, "Its weights may be damaged: download them again, or pass another --encoder.")
+                raise R3LiteError(
+                    cause,
+                    "Its weights may be damaged: download them again, or pass another --encoder.",
+                    code="encoder-not-finite",
+                )
             yield vectors
 
 
@@ -212,7 +216,7 @@ def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
 
 
 def _mismatch(path: Path, difference: str, remedy: str) -> R3LiteError:
-    return R3LiteError(f"the index {path} was built with {difference}", remedy)
+    return R3LiteError(f"the index {path} was built with {difference}", remedy, code="index-setting-differs")
 
 
 def read_documents(path: Path) -> Passages:
@@ -242,7 +246,7 @@ def read_manifest(path: Path) -> Record:
     Raises R3LiteError if it is not the manifest of an index of this version.
     """
     remedy = f"Build one in a new folder: {BUILD} --output FOLDER"
-    with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy):
+    with explained(R3LiteError, f"{path} is not an index, or not of this version", remedy, code="not-an-index"):
         manifest = read_record(path / MANIFEST, remedy)
         version = manifest.whole("version")
         if version != VERSION:
@@ -280,7 +284,9 @@ class IndexFolder:
             return None
         check_regular(self.path / name, self.remedy)  # FAISS would wait for a pipe for ever
         if self.digests[name] not in (None, digest(self.path / name)):
-            raise R3LiteError(f"{self.path / name} has changed since it was written", self.remedy)
+            raise R3LiteError(
+                f"{self.path / name} has changed since it was written", self.remedy, code="index-file-changed"
+            )
         return self.path / name
 
     def deleted(self) -> np.ndarray:
@@ -329,7 +335,7 @@ class IndexFolder:
         return dict(zip(places, numbers.reshape(-1, dimension), strict=True))
 
     def _damaged(self, problem: str) -> R3LiteError:
-        return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy)
+        return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy, code="index-damaged")
 
 
 def probed(places: int) -> list[int]:
@@ -360,7 +366,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     for existing in opened.documents:
         if new_by_id.pop(existing.id, existing) != existing:
             cause = f"{path} has another passage with the id {existing.id!r}"
-            raise R3LiteError(cause, f"Also pass --delete {existing.id}")
+            raise R3LiteError(cause, f"Also pass --delete {existing.id}", code="passage-id-taken")
     if not new_by_id:
         return 0, count
     new = list(new_by_id.values())
@@ -404,11 +410,17 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     if absent:
         never = absent - {passages.at(place).id for place in deleted}
         if never:
-            raise R3LiteError(f"{path} has no passage with the id {min(never)!r}", "See the ids in its passages.jsonl.")
+            raise R3LiteError(
+                f"{path} has no passage with the id {min(never)!r}",
+                "See the ids in its passages.jsonl.",
+                code="passage-id-absent",
+            )
     if not numbers:
         return 0, len(absent)
     if len(numbers) == len(passages):
-        raise R3LiteError(f"no passage of {path} would be left", "Delete the folder instead.")
+        raise R3LiteError(
+            f"no passage of {path} would be left", "Delete the folder instead.", code="index-would-be-empty"
+        )
     all_deleted = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
     (path / name).write_bytes(all_deleted.tobytes())

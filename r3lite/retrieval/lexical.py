@@ -49,7 +49,9 @@ class Lexical:
             block = documents[start : start + BLOCK]
             words += self._words([passage_text(document) for document in block])
         if not any(words):
-            raise R3LiteError("no passage has a word for BM25", "Use another --corpus or --retriever.")
+            raise R3LiteError(
+                "no passage has a word for BM25", "Use another --corpus or --retriever.", code="corpus-without-words"
+            )
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
         self.bm25.index(words, show_progress=False)
 

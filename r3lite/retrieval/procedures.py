@@ -99,7 +99,7 @@ def read_procedures(path: str | Path) -> list[Procedure]:
     if Path(path).is_dir():
         files = [file for file in sorted(Path(path).glob("*.json")) if not file.name.startswith(".")]
     if not files:
-        raise R3LiteError(f"the folder {path} has no *.json file", REMEDY)
+        raise R3LiteError(f"the folder {path} has no *.json file", REMEDY, code="no-procedure-files")
     by_name: dict[str, Procedure] = {}
     for file in files:
         value = within(file, REMEDY, read_text(file, REMEDY))

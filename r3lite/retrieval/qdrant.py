@@ -50,11 +50,19 @@ class Collection:
         self.models = models
         self.name = parts.path.strip("/")
         if not host or not self.name or "/" in self.name:
-            raise R3LiteError(f"{address} is not the address of a collection", "Pass qdrant://host:6333/collection.")
+            raise R3LiteError(
+                f"{address} is not the address of a collection",
+                "Pass qdrant://host:6333/collection.",
+                code="qdrant-address",
+            )
         key = os.environ.get(KEY)
         encrypted = parts.scheme == "qdrant+https"
         if key and not encrypted and not is_loopback(host):
-            raise R3LiteError(f"{KEY} would be sent to {host} unencrypted", f"Use qdrant+https://..., or unset {KEY}.")
+            raise R3LiteError(
+                f"{KEY} would be sent to {host} unencrypted",
+                f"Use qdrant+https://..., or unset {KEY}.",
+                code="qdrant-unencrypted",
+            )
         self.client = QdrantClient(
             host=host,
             port=parts.port or 6333,
@@ -71,13 +79,17 @@ class Collection:
             config = self.client.get_collection(self.name).config
         vectors = config.params.vectors
         if isinstance(vectors, dict) or vectors is None:
-            raise R3LiteError(f"{self.address} has named vectors", "Use a collection with a single unnamed vector.")
+            raise R3LiteError(
+                f"{self.address} has named vectors",
+                "Use a collection with a single unnamed vector.",
+                code="qdrant-named-vectors",
+            )
         distances = DISTANCES[1:] if "similarity" in settings else DISTANCES
         if vectors.distance not in distances or vectors.size != self.encoder.dimension:
             content = f"vectors of {vectors.size} dimensions with {vectors.distance} distance"
             needed = f"{self.encoder.dimension} with {distances[0]}"
             cause = f"{self.address} has {content}, but {settings['encoder']} needs {needed}"
-            raise R3LiteError(cause, "Pass the --encoder that it was filled with.")
+            raise R3LiteError(cause, "Pass the --encoder that it was filled with.", code="qdrant-vectors-differ")
         stored = (config.metadata or {}).get("r3lite")
         if stored is None:
             return
@@ -85,7 +97,7 @@ class Collection:
         differences = [f"{key} {stored.get(key)}" for key in keys if stored.get(key) != settings.get(key)]
         if differences:
             cause = f"{self.address} was filled with another encoder: {', '.join(differences)}"
-            raise R3LiteError(cause, "Pass that --encoder.")
+            raise R3LiteError(cause, "Pass that --encoder.", code="qdrant-encoder-differs")
 
     def create(self) -> None:
         """Makes the collection if the server does not have it."""
@@ -150,7 +162,9 @@ class Collection:
         """Raises R3LiteError for whatever goes wrong with the server."""
         from qdrant_client.http.exceptions import ApiException
 
-        with explained((ApiException, ValueError), self.address, REMEDY):  # ValueError: of the embedded server
+        with explained(
+            (ApiException, ValueError), self.address, REMEDY, code="qdrant-failed"
+        ):  # ValueError: of the embedded server
             yield
 
 

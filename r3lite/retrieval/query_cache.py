@@ -42,7 +42,9 @@ class QueryCache:
         check_writable(self.path.absolute().parent)
         if self.path.exists():
             check_regular(self.path, "Pass a file for --query-cache.")
-        with explained(sqlite3.Error, f"--query-cache {path} cannot be used", "Pass another file."):
+        with explained(
+            sqlite3.Error, f"--query-cache {path} cannot be used", "Pass another file.", code="query-cache-unusable"
+        ):
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")

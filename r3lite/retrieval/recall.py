@@ -22,13 +22,13 @@ CUTS = (2, 5, 10)
 def check_output(output: Path, gap_report: str | None) -> None:
     """Raises R3LiteError, before anything is read, if an output already exists or cannot be written."""
     if output.is_file():
-        raise R3LiteError(f"--output {output} is a file", "Pass a folder.")
+        raise R3LiteError(f"--output {output} is a file", "Pass a folder.", code="output-is-file")
     for name in ("recall.json", "manifest.json"):  # an earlier measurement; an index
         if (output / name).exists():
-            raise R3LiteError(f"--output {output} already has a {name}", "Pass a new folder.")
+            raise R3LiteError(f"--output {output} already has a {name}", "Pass a new folder.", code="output-exists")
     if gap_report:
         if Path(gap_report).exists():
-            raise R3LiteError(f"--gap-report {gap_report} already exists", "Pass a new file.")
+            raise R3LiteError(f"--gap-report {gap_report} already exists", "Pass a new file.", code="gap-report-exists")
         check_writable(Path(gap_report).absolute().parent)
 
 
@@ -45,7 +45,7 @@ def measure(setup: Setup, questions: list[Question], cuts: list[int], output: Pa
             answered.append(question)
             rankings.append(outcome)
     if not answered:
-        raise R3LiteError(f"the retriever failed on every question: {outcomes[0].reason}")
+        raise R3LiteError(f"the retriever failed on every question: {outcomes[0].reason}", code="retriever-failed")
     recall = {str(k): mean_recall(answered, rankings, k) for k in cuts}
     line = f"questions  {len(answered)}"
     without_gold = len(setup.questions) - len(questions)

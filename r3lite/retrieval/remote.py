@@ -76,7 +76,7 @@ class Remote:
         def read(reply: Record) -> list[list[Document]]:
             rows = reply.items("result")
             if len(rows) != len(queries):
-                raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
+                raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries", code="remote-list-count")
             rankings = []
             for row in rows:
                 entries = _entries(row)[:k]
@@ -144,7 +144,7 @@ class RemoteReranker:
             last = len(passages) - 1
             by_index = {row.whole("index", high=last): row.number("score") for row in rows}
             if len(by_index) != len(passages):
-                raise InvalidRecord(f"{len(by_index)} scores for {len(passages)} passages")
+                raise InvalidRecord(f"{len(by_index)} scores for {len(passages)} passages", code="remote-score-count")
             return [by_index[i] for i in range(len(passages))]
 
         content = {"query": query, "documents": passages}

@@ -65,7 +65,9 @@ class CrossEncoder:
         max_length = min(longest(folder), config.max_position_embeddings)
         self.tokenizer = text_tokenizer(path, max_length, config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
-            raise R3LiteError(f"{path} does not encode pairs of texts as a BERT cross-encoder does", REMEDY)
+            raise R3LiteError(
+                f"{path} does not encode pairs of texts as a BERT cross-encoder does", REMEDY, code="tokenizer-not-bert"
+            )
 
     @torch.inference_mode()
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:

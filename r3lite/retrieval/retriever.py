@@ -43,7 +43,7 @@ def build_retriever(setup: Setup) -> Retrieve:
         return default
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
-        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, like=setup))
+        by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
     return Routes(default, by_kind)
 
 
@@ -95,7 +95,9 @@ class Tolerant:
         self.in_a_row += 1
         if self.gives_up and self.in_a_row >= GIVE_UP:
             remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."
-            raise R3LiteError(f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy)
+            raise R3LiteError(
+                f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy, code="retriever-failed"
+            )
         if reason not in self.reasons:
             self.reasons.add(reason)
             say(f"warning: the retriever failed: {reason}")

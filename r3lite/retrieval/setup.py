@@ -32,6 +32,7 @@ ORDERS = {
     ">": operator.gt,
     "<": operator.lt,
 }
+VECTOR_RETRIEVERS = ("semantic", "hybrid")  # of --retriever
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ class Setup:
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
     gives_up: bool = True  # if a retriever that fails at query after query ends the run
-    like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
+    default: "Setup | None" = None  # of the retriever of all other sources: its reranker, encoder and cache are shared
+
+    @property
+    def searches_vectors(self) -> bool:
+        """True if the retriever searches the vectors of `index`: its encoder is then that of the index."""
+        return self.settings.retriever in VECTOR_RETRIEVERS
 
     @cached_property
     def documents(self) -> Sequence[Document]:
@@ -58,12 +64,18 @@ class Setup:
             for question in self.questions:
                 if not question.documents:
                     cause = f"--context question needs paragraphs, but question {question.id} has none"
-                    raise R3LiteError(cause, "Pass a --corpus instead of --context question.")
+                    raise R3LiteError(
+                        cause, "Pass a --corpus instead of --context question.", code="context-without-paragraphs"
+                    )
         findable = (replace(question, documents=self._findable(question)) for question in self.questions)
         documents = corpus.from_questions(findable)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
-            raise R3LiteError("there is nothing to search: the questions in --data have no paragraphs", remedy)
+            raise R3LiteError(
+                "there is nothing to search: the questions in --data have no paragraphs",
+                remedy,
+                code="nothing-to-search",
+            )
         return self._fitting(documents)
 
     @cached_property
@@ -74,9 +86,8 @@ class Setup:
             encoder = make_encoder(settings, self.documents)
             return index.build_index(self._cached(encoder), self.documents)
         loaded_encoder = None
-        # Only a retriever with vectors has read its own index by then.
-        if self.like and "index" in self.like.__dict__:
-            loaded_encoder = self.like.index.encoder
+        if self.default and self.default.searches_vectors:
+            loaded_encoder = self.default.index.encoder
         opened = index.load(Path(settings.index), settings, loaded_encoder=loaded_encoder)
         self._checked(opened.documents)
         if settings.filter:
@@ -88,18 +99,18 @@ class Setup:
         """Returns the encoder of queries to passages elsewhere; None for hashing, which is made for a corpus."""
         if self.settings.encoder == HASHING:
             return None
-        if "index" in self.__dict__:
+        if self.searches_vectors:
             return self.index.encoder
-        if self.like:
-            return self.like.encoder
+        if self.default:
+            return self.default.encoder
         return self._cached(make_encoder(self.settings, []))
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
         """Returns the cache of --query-cache, or None."""
         settings = self.settings
-        if self.like:
-            return self.like.query_cache
+        if self.default:
+            return self.default.query_cache
         if not settings.query_cache:
             return None
         return QueryCache(settings.query_cache, settings.query_cache_mib)
@@ -121,8 +132,8 @@ class Setup:
     @cached_property
     def reranker(self) -> Reranker:
         """Returns the cross-encoder of --rerank, here or on a server."""
-        if self.like:
-            return self.like.reranker
+        if self.default:
+            return self.default.reranker
         name = self.settings.rerank
         if "://" in name:
             from r3lite.retrieval.remote import RemoteReranker
@@ -138,7 +149,7 @@ class Setup:
         named = corpus.stream_corpora([path], self.skip_bad_rows)
         if corpus.fingerprint(named) != corpus.fingerprint(documents):
             cause = f"the index {self.settings.index} was not built from the corpus {path}"
-            raise R3LiteError(cause, "Pass only one of them.")
+            raise R3LiteError(cause, "Pass only one of them.", code="index-corpus-differs")
         return documents
 
     def own_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
@@ -160,7 +171,11 @@ class Setup:
             return question.documents
         if not question.gold:
             remedy = "Remove it, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
-            raise R3LiteError(f"--noise-rate needs gold paragraphs, but question {question.id} has none", remedy)
+            raise R3LiteError(
+                f"--noise-rate needs gold paragraphs, but question {question.id} has none",
+                remedy,
+                code="noise-without-paragraphs",
+            )
         noise = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
         findable = []
         for document in question.documents:
@@ -204,7 +219,9 @@ class Condition:
         try:
             wanted = float(self.wanted)
         except ValueError:
-            raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
+            raise R3LiteError(
+                f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.", code="filter-number"
+            ) from None
         if self.sign in ORDERS:
             return ORDERS[self.sign](value, wanted)
         return (value == wanted) == (self.sign == "=")
@@ -230,9 +247,13 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     for text, condition in zip(conditions, parsed, strict=True):
         if condition.key not in fields:
             cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, fields)}"
-            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.")
+            raise R3LiteError(cause, f"Known fields: {', '.join(sorted(fields)[:SHOWN])}.", code="filter-field-unknown")
     if not mask.any():
-        raise R3LiteError(f"no passage matches --filter {', '.join(conditions)}", "Remove or relax a condition.")
+        raise R3LiteError(
+            f"no passage matches --filter {', '.join(conditions)}",
+            "Remove or relax a condition.",
+            code="filter-matches-nothing",
+        )
     return mask
 
 

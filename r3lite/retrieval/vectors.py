@@ -156,7 +156,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     too_few = passages < CODEWORDS * CENTROID_VECTORS
     if kind == "opq-ivf-pq" and too_few:
         cause = f"{kind} needs {CODEWORDS * CENTROID_VECTORS:,} passages, not {passages:,}"
-        raise R3LiteError(cause, "Pass --index-type auto.")
+        raise R3LiteError(cause, "Pass --index-type auto.", code="too-few-passages")
     if kind != "auto":
         kinds: tuple[str, ...] = (kind,)
     elif too_few:
@@ -173,7 +173,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     needed_mib = -(-max(smallest.search, smallest.build) >> 20)
     alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
     cause = f"the index does not fit in {_size(budget)}: {smallest.summary()}"
-    raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.")
+    raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.", code="index-beyond-budget")
 
 
 def _size(count: float) -> str:
@@ -387,7 +387,9 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
         faiss.write_index(index, str(path))
     except RuntimeError as error:  # what FAISS makes of a full disk
         reason = str(error).strip().splitlines()[-1]
-        raise R3LiteError(f"{path} cannot be written: {reason}", "Free disk space, and run it again.") from error
+        raise R3LiteError(
+            f"{path} cannot be written: {reason}", "Free disk space, and run it again.", code="index-unwritable"
+        ) from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
@@ -398,8 +400,12 @@ def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> fai
     It is mapped into memory and read as it is needed where FAISS can do so: not on Windows.
     """
     flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
-    with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy):
+    with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy, code="index-unreadable"):
         index = faiss.read_index(str(path), flags)
     if type(index).__name__ != CLASSES[kind] or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} with inner products", remedy)
+        raise R3LiteError(
+            f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} with inner products",
+            remedy,
+            code="index-kind-differs",
+        )
     return index

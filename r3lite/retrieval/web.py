@@ -54,7 +54,11 @@ class Exa:
     def __init__(self):
         key = os.environ.get(EXA_KEY)
         if not key:
-            raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
+            raise R3LiteError(
+                f"--retriever exa needs a key in {EXA_KEY}",
+                "Get one at exa.ai, or pass --web-replay.",
+                code="exa-key-missing",
+            )
         self._poster = Poster(EXA, f"Check {EXA_KEY} and the connection to exa.ai.", {"x-api-key": key})
 
     def pages(self, query: str, kind: str, count: int) -> list[Page]:
@@ -87,7 +91,9 @@ class DuckDuckGo:
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
         # Exception: the package raises what its own libraries do.
-        with explained(Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait."):
+        with explained(
+            Exception, "DuckDuckGo returned no results", "Lower --web-rpm, or wait.", code="web-search-failed"
+        ):
             rows = search(query, max_results=count, backend="duckduckgo")
         source = Source("a result of DuckDuckGo")
         url = "href" if kind == KIND else "url"
@@ -133,7 +139,9 @@ class Recorded:
             return pages
         if self._service is None:
             remedy = "Remove --web-replay, or pass another --web-cache."
-            raise R3LiteError(f"{self._cache.folder} has no result for this query ({kind})", remedy)
+            raise R3LiteError(
+                f"{self._cache.folder} has no result for this query ({kind})", remedy, code="replay-absent"
+            )
         self._limit.wait()
         pages = self._service.pages(query, kind, count)
         self._cache.store(digest(request), request | {"pages": pages})

@@ -15,7 +15,7 @@ from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.core.records import Record, Source, shown
-from r3lite.core.spans import Spans, span
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.llm.episodes import DOCUMENT_LENGTH, described
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.protocols.templates import filled
@@ -100,7 +100,7 @@ class Judge:
     A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
     """
 
-    def __init__(self, client: "Client", spans: Spans | None = None):
+    def __init__(self, client: "Client", spans: Spans = NO_SPANS):
         self.client = client
         self.spans = spans
         self.missing = 0  # verdicts
@@ -121,7 +121,7 @@ class Judge:
         """
         # An episode without a query or an answer has nothing to judge, and costs no call.
         judged = [i for i, episode in enumerate(episodes) if episode.prediction or episode.searches]
-        with span(self.spans, "judge", episodes=len(judged)):
+        with self.spans.span("judge", episodes=len(judged)):
             requests = [request_for(episodes[i]) for i in judged]
             replies = self.client.generate_all(requests, progress, self._watch)
         if replies and not self._has_succeeded:
@@ -143,7 +143,7 @@ class Judge:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
-            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy)
+            raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy, code="judge-limit")
         if reply.failure is None:
             self._has_succeeded = True
         if reply.cached:
@@ -167,7 +167,7 @@ class Judge:
         remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; finished verdicts are cached."
         if detail:
             cause = f"{cause} ({detail})"
-        return R3LiteError(cause, remedy)
+        return R3LiteError(cause, remedy, code="judge-failed")
 
 
 def _nothing_right(episode: Episode) -> Verdict | None:
@@ -188,7 +188,7 @@ def build_judge(
     output: str | Path,
     reward: RewardSettings | None,
     make_client: "Callable[[JudgeSettings, Path], Client]",
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
 ) -> Judge | None:
     """Returns the judge that the settings ask for, or None.
 
@@ -198,7 +198,7 @@ def build_judge(
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             cause = "--outcome-judge, --process-judge or --rewards needs a judge, but --judge is none"
-            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.")
+            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or remove them.", code="judge-missing")
         return None
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

@@ -135,7 +135,7 @@ class NamedReward:
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
             limit = f"a number of at most {LARGEST_REWARD:.0e}"
             remedy = f"It must return {limit}, a list of one per step, or None if it is missing."
-            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
+            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy, code="reward-invalid")
         return [self.weight * float(reward) for reward in by_step]
 
     def _value(self, episode: Episode, verdict: Verdict | None) -> Any:
@@ -148,7 +148,7 @@ class NamedReward:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
             cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
-            raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.") from error
+            raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.", code="reward-failed") from error
 
 
 def _are_rewards(values: list, step_count: int) -> bool:
@@ -199,7 +199,9 @@ def _named(entry: RewardEntry) -> NamedReward:
     try:
         taken = list(inspect.signature(function).parameters.values())[1:]  # without the episode
     except (TypeError, ValueError):  # not callable, or written in C
-        raise UsageError(f"the reward {name} is {shown(function)}, not a function of an episode") from None
+        raise UsageError(
+            f"the reward {name} is {shown(function)}, not a function of an episode", code="reward-not-function"
+        ) from None
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     settable = {parameter.name: parameter.default for parameter in taken if parameter.kind in by_keyword}
     takes_verdict = VERDICT in settable
@@ -208,11 +210,14 @@ def _named(entry: RewardEntry) -> NamedReward:
     for key, value in parameters.items():
         if key not in settable:
             choice = f"choose from {', '.join(settable)}" if settable else "it has none"
-            raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {choice}")
+            raise UsageError(
+                f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {choice}",
+                code="reward-parameter-unknown",
+            )
         _check_kind(f"{key} of the reward {name}", value, settable[key])
     for key, default in settable.items():
         if default is inspect.Parameter.empty and key not in entry:
-            raise UsageError(f"the reward {name} needs the parameter {key}")
+            raise UsageError(f"the reward {name} needs the parameter {key}", code="reward-parameter-missing")
     return NamedReward(
         name,
         weight=entry["weight"],
@@ -228,7 +233,7 @@ def _check_kind(parameter: str, value: Any, default: Any) -> None:
         if isinstance(default, kinds):
             is_stray_bool = isinstance(value, bool) and bool not in kinds
             if is_stray_bool or not isinstance(value, kinds):
-                raise UsageError(f"{parameter} is {value!r}; it must be {description}")
+                raise UsageError(f"{parameter} is {value!r}; it must be {description}", code="wrong-type")
             return
 
 
@@ -240,7 +245,7 @@ def _load(name: str) -> RewardFunction:
     if ":" not in name:
         if name not in REWARDS:
             advice = "see docs/rewards.md, or pass your own as package.module:function"
-            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {advice}")
+            raise UsageError(f"unknown reward {name!r}{nearest(name, REWARDS)}; {advice}", code="unknown-reward")
         return REWARDS[name]
     module_name, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -249,11 +254,15 @@ def _load(name: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"the reward {name}: no module {error.name} in {os.getcwd()} or installed") from None
+            raise UsageError(
+                f"the reward {name}: no module {error.name} in {os.getcwd()} or installed", code="reward-module-absent"
+            ) from None
         cause = f"the module of the reward {name} cannot be imported: {type(error).__name__}: {error}"
-        raise R3LiteError(cause, "Fix the module.") from error
+        raise R3LiteError(cause, "Fix the module.", code="reward-module-broken") from error
     if not hasattr(module, function):
-        raise UsageError(f"{module_name} has no {function}{nearest(function, vars(module))}")
+        raise UsageError(
+            f"{module_name} has no {function}{nearest(function, vars(module))}", code="reward-function-absent"
+        )
     return getattr(module, function)
 
 

@@ -37,7 +37,9 @@ class Scored:
         for reward in self.steps:
             if not abs(reward) <= LARGEST_REWARD:
                 cause = f"the reward of a step is {reward}; it must be finite and at most {LARGEST_REWARD:.0e}"
-                raise R3LiteError(cause, "Lower the weights of the rewards, such as --outcome-em.")
+                raise R3LiteError(
+                    cause, "Lower the weights of the rewards, such as --outcome-em.", code="reward-out-of-range"
+                )
 
     @property
     def total(self) -> float:
@@ -146,4 +148,6 @@ def _refuse_always_missing(
     for reward in named_rewards(settings):
         if all(reward.rewards(episode, verdict) is None for episode, verdict in pairs):
             remedy = "The questions lack what it needs, such as gold paragraphs: remove it, or pass other --data."
-            raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
+            raise R3LiteError(
+                f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy, code="reward-missing"
+            )

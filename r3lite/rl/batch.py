@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.logprobs import CHUNK, TopTokens, token_logprobs
 from r3lite.models.packing import states_before
@@ -21,16 +22,13 @@ from r3lite.models.packing import states_before
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled episode of T tokens, N of which are action tokens: sampled by the model."""
+    """One sampled episode with its rewards."""
 
-    tokens: list[int]  # [T]
-    action_mask: list[bool]  # [T]: True if the model sampled the token
-    logprobs: list[float]  # [N] of the action tokens
-    values: list[float]  # [N] of the states before the action tokens
+    record: TokenRecord  # its T tokens, N of which are actions
     rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # the rollouts of one question have the same
     cut_off: bool = False  # it reached a token limit before its answer
-    off_policy: bool = False  # not sampled in this round; `logprobs` are those of the policy that wrote it
+    off_policy: bool = False  # not sampled in this round; its log-probabilities are those of the policy that wrote it
     failed: bool = False  # its answer is wrong
     teacher: TopTokens | None = None  # a teacher's distributions of its N action tokens
     signal: float | None = None  # by what the rollouts of a group are told apart; None: the sum of its rewards
@@ -41,29 +39,22 @@ class Rollout:
         return float(sum(reward for _, reward in self.rewards))
 
     @staticmethod
-    def with_final_reward(
-        tokens: list[int],
-        action_mask: list[bool],
-        logprobs: list[float] | None,
-        reward: float,
-        group: int,
-    ) -> "Rollout":
-        """Returns an episode whose whole reward is given at its last action token, with values 0.
+    def with_final_reward(record: TokenRecord, reward: float, group: int) -> "Rollout":
+        """Returns an episode whose whole reward is given at its last action, with values 0.
 
-        Without `logprobs` they are 0: the probability of every token under the policy that wrote it is taken to be 1.
+        If a record has no log-probabilities they are 0: the probability of every token under the policy that wrote it
+        is taken to be 1.
         """
-        zeros = [0.0] * sum(action_mask)
-        if logprobs is None:
-            logprobs = zeros
-        last_action = len(action_mask) - 1 - action_mask[::-1].index(True)
-        return Rollout(
-            tokens=tokens,
-            action_mask=action_mask,
-            logprobs=logprobs,
+        mask = record.action_mask
+        zeros = [0.0] * sum(mask)
+        last_action = len(mask) - 1 - mask[::-1].index(True)
+        record = TokenRecord(
+            tokens=record.tokens,
+            action_mask=mask,
+            logprobs=record.logprobs or zeros,
             values=zeros,
-            rewards=[(last_action, reward)],
-            group=group,
         )
+        return Rollout(record, rewards=[(last_action, reward)], group=group)
 
 
 @dataclass(frozen=True)
@@ -93,14 +84,15 @@ class Batch:
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
         """Pads rollouts to a batch, a row each, in their order."""
-        mask = pad_sequence([torch.tensor(rollout.action_mask) for rollout in rollouts], batch_first=True)
-        logprobs = list(chain.from_iterable(rollout.logprobs for rollout in rollouts))
-        values = list(chain.from_iterable(rollout.values for rollout in rollouts))
+        records = [rollout.record for rollout in rollouts]
+        mask = pad_sequence([torch.tensor(record.action_mask) for record in records], batch_first=True)
+        logprobs = list(chain.from_iterable(record.logprobs for record in records))
+        values = list(chain.from_iterable(record.values for record in records))
         off_policy = None
         if any(rollout.off_policy for rollout in rollouts):
             off_policy = torch.tensor([rollout.off_policy for rollout in rollouts])
         return Batch(
-            tokens=pad_sequence([torch.tensor(rollout.tokens) for rollout in rollouts], batch_first=True),
+            tokens=pad_sequence([torch.tensor(record.tokens) for record in records], batch_first=True),
             action_mask=mask,
             logprobs=_scattered(torch.tensor(logprobs, dtype=torch.float32), mask),
             values=_scattered(torch.tensor(values, dtype=torch.float32), mask),
@@ -194,7 +186,7 @@ def _padded_rewards(rollouts: list[Rollout], shape: torch.Size) -> Tensor:
     rewards = torch.zeros(shape)
     for row, rollout in enumerate(rollouts):
         for position, reward in rollout.rewards:
-            assert rollout.action_mask[position], "a reward belongs to a token that the model sampled"
+            assert rollout.record.action_mask[position], "a reward belongs to a token that the model sampled"
             rewards[row, position] += reward
     assert rewards.isfinite().all(), "a reward is a finite number"
     return rewards

@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from r3lite.core.records import Record, Source
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.batch import Batch, Rollout
 
 CENTRE = 0.5  # of the Gaussian over success rates
 WIDTH = 1.0
-ARRAYS = ("tokens", "action_mask", "logprobs")
+ARRAYS = ("tokens", "action_mask", "logprobs")  # of a success
 Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, and whether each succeeded
 
 
 @dataclass(frozen=True)
 class Success:
-    """A successful episode, in arrays, which take a fraction of the memory of lists: 10,000 are kept."""
+    """A successful episode. Its record has arrays, which take a fraction of the memory of lists: 10,000 are kept."""
 
-    tokens: np.ndarray  # [T] int32
-    action_mask: np.ndarray  # [T] bool
-    logprobs: np.ndarray  # [N] float32, of the action tokens, as the sampler recorded them
+    record: TokenRecord  # tokens in int32, mask in bool, log-probabilities in float32; no values
     reward: float
     round: int  # in which it was sampled
     signal: float | None = None  # see Rollout
@@ -35,24 +34,17 @@ class Success:
     @staticmethod
     def of(rollout: Rollout, number: int) -> "Success":
         """Stores a rollout of round `number`."""
-        return Success(
-            tokens=np.array(rollout.tokens, np.int32),
-            action_mask=np.array(rollout.action_mask),
-            logprobs=np.array(rollout.logprobs, np.float32),
-            reward=rollout.total,
-            round=number,
-            signal=rollout.signal,
+        record = TokenRecord(
+            tokens=np.array(rollout.record.tokens, np.int32),
+            action_mask=np.array(rollout.record.action_mask),
+            logprobs=np.array(rollout.record.logprobs, np.float32),
         )
+        return Success(record, reward=rollout.total, round=number, signal=rollout.signal)
 
     def rollout(self, group: int) -> Rollout:
         """Returns an off-policy rollout of a group, whose whole reward is at its last action token."""
-        rollout = Rollout.with_final_reward(
-            tokens=self.tokens.tolist(),
-            action_mask=self.action_mask.tolist(),
-            logprobs=self.logprobs.tolist(),
-            reward=self.reward,
-            group=group,
-        )
+        lists = {name: getattr(self.record, name).tolist() for name in ARRAYS}
+        rollout = Rollout.with_final_reward(TokenRecord(**lists), reward=self.reward, group=group)
         return replace(rollout, off_policy=True, signal=self.signal)
 
 
@@ -185,7 +177,7 @@ class ReplayBuffer:
             for i, success in enumerate(experience.successes):
                 successes.append({"reward": success.reward, "round": success.round, "signal": success.signal})
                 for name in ARRAYS:
-                    tensors[f"{place}.{i}.{name}"] = torch.from_numpy(getattr(success, name))
+                    tensors[f"{place}.{i}.{name}"] = torch.from_numpy(getattr(success.record, name))
             questions.append({"id": question, "rate": experience.rate, "successes": successes})
         return {
             "started": self.started,
@@ -211,7 +203,7 @@ class ReplayBuffer:
                 signal = success.number("signal", None)  # checkpoints of earlier versions have none
                 reward = success.number("reward")
                 number = success.whole("round")
-                successes.append(Success(**arrays, reward=reward, round=number, signal=signal))
+                successes.append(Success(TokenRecord(**arrays), reward=reward, round=number, signal=signal))
             rate = question.number("rate", low=0, high=1)
             questions[question.text("id")] = Experience(rate, tuple(successes))
         self.questions = questions

@@ -5,6 +5,7 @@ running them. A graph has fixed shapes, so there is one for each bucket of rows 
 reads tokens and positions from buffers. On other devices the model is called.
 """
 
+import math
 import sys
 from collections.abc import Callable
 
@@ -22,10 +23,11 @@ class Decoder:
     """Runs one more token in each of the rows 0 .. n-1 of a cache."""
 
     def __init__(self, model: CausalLM, cache: KVCache):
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        """Hidden states [n, C] after one more token in each of the first n rows."""
+        """Returns the hidden states [n, C] after one more token in each of the first n rows."""
         context = self.cache.decode(len(tokens))
         ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
@@ -40,7 +42,7 @@ class GraphDecoder(Decoder):
     `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph is
     compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
     then on. Errors of the model are raised, and torch.OutOfMemoryError if a capture runs out of memory: with fewer
-    rows there is room for graphs.
+    rows, graphs fit.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, slots: int, capture: Callable | None = None):
@@ -50,33 +52,47 @@ class GraphDecoder(Decoder):
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
         # Tokens and positions, which reach the device in one transfer.
-        self.inputs = torch.zeros(2, len(cache.lengths), 1, dtype=torch.long, device=cache.device)
+        rows = len(cache.lengths)
+        self.inputs = torch.zeros(2, rows, 1, dtype=torch.long, device=cache.device)
         self.works = True
 
     def __call__(self, tokens: list[int]) -> Tensor:
         if not self.works:
             return super().__call__(tokens)
-        n, lengths = len(tokens), self.cache.lengths
-        rows = min(1 << (n - 1).bit_length(), len(lengths))
-        blocks = -(-(max(lengths[:n]) + 1) // BLOCK)
-        used = min(BLOCK << (blocks - 1).bit_length(), self.slots)
-        spare = rows - n
-        given = tokens + [0] * spare, lengths[:n] + [self.slots - 1] * spare
-        self.inputs[:, :rows, 0].copy_(torch.tensor(given), non_blocking=True)
-        if (rows, used) not in self.graphs and not self._add(n, rows, used):
-            return super().__call__(tokens)
-        replay, hidden = self.graphs[rows, used]
+        n = len(tokens)
+        lengths = self.cache.lengths
+        rows, slots = self._bucket(n)
+        padding = rows - n
+        padded_tokens = tokens + [0] * padding
+        padded_positions = lengths[:n] + [self.slots - 1] * padding
+        inputs = torch.tensor([padded_tokens, padded_positions])
+        self.inputs[:, :rows, 0].copy_(inputs, non_blocking=True)
+        if (rows, slots) not in self.graphs:
+            usable = self._add_graph(n, rows, slots)
+            if not usable:
+                return super().__call__(tokens)
+        replay, hidden = self.graphs[rows, slots]
         replay()
         for row in range(n):
             lengths[row] += 1
         return hidden[:n, 0]
 
-    def _add(self, n: int, rows: int, used: int) -> bool:
+    def _bucket(self, n: int) -> tuple[int, int]:
+        """Returns the rows and the slots of the smallest graph for the first `n` rows of the cache."""
+        lengths = self.cache.lengths
+        longest = max(lengths[:n]) + 1
+        blocks = math.ceil(longest / BLOCK)
+        rows = min(_power_of_two(n), len(lengths))
+        slots = min(BLOCK * _power_of_two(blocks), self.slots)
+        return rows, slots
+
+    def _add_graph(self, n: int, rows: int, slots: int) -> bool:
         """Captures the graph of a bucket, whose first `n` rows are at work; returns whether it may be used."""
 
         def step() -> Tensor:
             # The context is made within the graph, so that each replay computes the mask from the new positions.
-            return self.model(self.inputs[0, :rows], Decode(self.cache, self.inputs[1, :rows], used))
+            context = Decode(self.cache, self.inputs[1, :rows], slots)
+            return self.model(self.inputs[0, :rows], context)
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
@@ -85,30 +101,37 @@ class GraphDecoder(Decoder):
         except RuntimeError as error:
             if _ran_out_of_memory(error):
                 raise torch.OutOfMemoryError(f"out of memory for a CUDA graph: {error}") from error
-            return self._give_up(str(error))
+            self._give_up(str(error))
+            return False
         replay()
-        cosine = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1).min()
-        if not cosine >= LEAST_COSINE:
-            return self._give_up("they compute different numbers")
-        self.graphs[rows, used] = replay, hidden
+        cosines = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1)
+        if not cosines.min() >= LEAST_COSINE:  # a NaN is refused, too
+            self._give_up("they compute different numbers")
+            return False
+        self.graphs[rows, slots] = replay, hidden
         return True
 
-    def _give_up(self, reason: str) -> bool:
-        """Has the model called from now on, and says why; returns False."""
+    def _give_up(self, reason: str) -> None:
+        """Has the model called from now on, and prints why."""
         print(f"warning: decoding continues without CUDA graphs: {reason}".splitlines()[0], file=sys.stderr)
         self.works = False
-        return False
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, of PyTorch's allocator or of the driver.
+    """Returns whether memory ran out, of PyTorch's allocator or of the driver.
 
     The error before it counts too: ending a capture in which an error was raised may raise another one.
     """
     if error is None:
         return False
-    found = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-    return found or _ran_out_of_memory(error.__context__)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return True
+    return _ran_out_of_memory(error.__context__)
 
 
 class Capture:
@@ -118,9 +141,10 @@ class Capture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """A function that runs `step` again on the same buffers, and the tensor that holds its result."""
+        """Returns a function that runs `step` again on the same buffers, and the tensor that holds its result."""
         graph = torch.cuda.CUDAGraph()
-        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
+        enabled = torch.is_autocast_enabled("cuda")
         # Without autocast's cache: weights that it casts during a capture would stay in the graph's memory.
         # thread_local: other threads, such as a retriever's, may use CUDA during the capture.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")

@@ -1,8 +1,8 @@
 """The rollout engine: samples episodes by continuous batching, and fetches their documents meanwhile.
 
-An iteration admits waiting sequences, prefills given tokens, samples a token of each running sequence, and closes the
-turns that have ended. A `Layout` decides how an episode opens and goes on; the engine knows no step format and no
-retriever. It samples with the model's active adapter.
+An iteration admits waiting sequences, prefills the tokens that no one samples, samples a token of each running
+sequence, and closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
+step format and no retriever. It samples with the model's active adapter.
 """
 
 import math
@@ -19,7 +19,7 @@ from r3lite.core import bars
 from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
@@ -42,11 +42,21 @@ class Engine:
     grant: Grant  # how many episodes run at a time, and how many tokens one prefill has
     value_head: nn.Module | None = None  # hidden states [B, C] -> values [B] of the states before the next tokens
     autocast: Callable[[], AbstractContextManager] = nullcontext
-    spans: Spans | None = None
+    spans: Spans = NO_SPANS
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
 
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Returns the metrics of a round of RL, of which there are none: all episodes are sampled here."""
+        return {}
+
+    def close(self) -> None:
+        """Does nothing: nothing is under way between two calls."""
+
     def layout_of(self, sequence: Sequence) -> Layout:
-        """The layout for the source of a sequence's question."""
+        """Returns the layout for the source of a sequence's question."""
         return self.layouts.get(sequence.question.source, self.layout)
 
     def run(
@@ -57,25 +67,30 @@ class Engine:
         progress: str | None = None,
         listeners: list[Listener] | None = None,
     ) -> list[Sequence]:
-        """One episode per question, each sampled from the random stream of its own seed.
+        """Samples one episode per question, each from the random stream of its own seed.
 
         Questions may repeat, with different seeds. `progress` is the label of a progress bar. `listeners`, one per
         question, are called while the episodes are sampled.
         """
-        drawn = enumerate(zip(questions, seeds, strict=True))
-        sequences = [Sequence(q, stream=random.Random(seed), place=place) for place, (q, seed) in drawn]
-        for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
+        sequences = []
+        for place, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
+            sequence = Sequence(question, stream=random.Random(seed), place=place)
+            sequences.append(sequence)
+        listener_of_each = listeners or [None] * len(sequences)
+        for sequence, listener in zip(sequences, listener_of_each, strict=True):
             sequence.listener = listener
             self.layout_of(sequence).open(sequence)
-        return self.finish(sequences, retrieve, progress, bool(listeners))
+        return self.finish(sequences, retrieve, progress=progress, quiet=bool(listeners))
 
     def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
         """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps).
 
-        Tokens, log-probabilities and values up to there are kept; the rest is sampled from the stream of its own seed.
+        Tokens, log-probabilities and values up to there are copied; what follows is sampled from the stream of its own
+        seed.
         """
-        pairs = zip(starts, seeds, strict=True)
-        sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
+        sequences = []
+        for (sequence, steps), seed in zip(starts, seeds, strict=True):
+            sequences.append(sequence.restarted(steps, random.Random(seed)))
         return self.finish(sequences, retrieve)
 
     def end_again(self, sequences: list[Sequence], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
@@ -83,27 +98,37 @@ class Engine:
 
         Sequences may repeat, with different seeds: their common prefix is prefilled once. See `Sequence.reopened`.
         """
-        pairs = zip(sequences, seeds, strict=True)
-        return self.finish([sequence.reopened(random.Random(seed)) for sequence, seed in pairs], retrieve)
+        reopened = []
+        for sequence, seed in zip(sequences, seeds, strict=True):
+            reopened.append(sequence.reopened(random.Random(seed)))
+        return self.finish(reopened, retrieve)
 
     @torch.no_grad()
     def finish(
-        self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, quiet: bool = False
+        self,
+        sequences: list[Sequence],
+        retrieve: Retrieve,
+        progress: str | None = None,
+        quiet: bool = False,
     ) -> list[Sequence]:
         """Samples opened sequences to their ends, in place; returns them. `quiet`: without a progress bar."""
         if not sequences:  # a rank has none if there are more ranks than episodes
             return []
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
-        look = bars.named(progress, "answering") | ({"disable": True} if quiet else {})
-        bar = tqdm(total=len(sequences), unit="episode", **look)
+        bar_style = bars.named(progress, "answering")
+        if quiet:
+            bar_style = bar_style | {"disable": True}
+        bar = tqdm(total=len(sequences), unit="episode", **bar_style)
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
-                if pending := [s for s in sequences if s.pending]:  # of baselines that retrieve before the first turn
+                pending = [s for s in sequences if s.pending]  # of baselines that retrieve before the first turn
+                if pending:
                     for sequence, documents in fetcher.fetch(pending):
                         self._splice(sequence, documents)
-                opened = [s for s in sequences if s.finish is None]
-                scheduler, decoder = self.begin(opened, min(self.grant.memory.rollout_batch_size, len(opened)))
+                unfinished = [s for s in sequences if s.finish is None]
+                rows = min(self.grant.memory.rollout_batch_size, len(unfinished))
+                scheduler, decoder = self.begin(unfinished, rows)
                 with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, on_finish=bar.update)
@@ -112,7 +137,7 @@ class Engine:
         return sequences
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
-        """The scheduler of sequences over a new KV cache of `rows` rows, and the decoder of that cache."""
+        """Returns the scheduler of sequences over a new KV cache of `rows` rows, and the decoder of that cache."""
         cache = KVCache.of(self.model, rows)
         if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
@@ -130,35 +155,41 @@ class Engine:
         for sequence, documents in fetcher.collect(idle=not scheduler.active):
             self._splice(sequence, documents)
             scheduler.unpark(sequence)
-            if sequence.finish is not None:  # there is no room for documents, nor for an answer
+            if sequence.finish is not None:  # neither documents nor an answer fit
                 scheduler.release(sequence)
                 on_finish()
-        if self.spans:
-            for sequence in scheduler.running:
-                sequence.begin_turn(self.spans)
+        for sequence in scheduler.running:
+            sequence.begin_turn(self.spans)
         self._prefill(scheduler)
         for sequence in self._decode(scheduler, decoder):
             layout = self.layout_of(sequence)
-            ended = layout.turn_is_over(sequence)
+            turn_is_over = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(layout.readable(sequence, ended), ended)
-            if not ended:
-                continue
-            if self.spans:
-                sequence.record_turn(self.spans)
-            layout.close_turn(sequence)
-            if sequence.pending and not sequence.may_search:
-                sequence.pending = ()
-                sequence.finish = SEARCHING
-            if sequence.listener and not (sequence.pending or sequence.awaiting_answer):
-                sequence.listener.step(sequence)
-            if sequence.finish is not None:
-                scheduler.release(sequence)
-                on_finish()
-            elif sequence.pending:
-                fetcher.ask(sequence)
-                scheduler.park(sequence)
+                sequence.listener.hear(layout.readable(sequence, turn_is_over), turn_is_over)
+            if turn_is_over:
+                self._close_turn(sequence)
+                self._free_or_park(sequence, scheduler, fetcher=fetcher, on_finish=on_finish)
         fetcher.send(idle=not scheduler.active)
+
+    def _close_turn(self, sequence: Sequence) -> None:
+        """Reads the step of a turn that is over, which may end the episode."""
+        sequence.record_turn(self.spans)
+        self.layout_of(sequence).close_turn(sequence)
+        if sequence.pending and not sequence.may_search:
+            sequence.pending = ()
+            sequence.finish = SEARCHING
+        step_is_complete = not sequence.pending and not sequence.awaiting_answer
+        if sequence.listener and step_is_complete:
+            sequence.listener.step(sequence)
+
+    def _free_or_park(self, sequence: Sequence, scheduler: Scheduler, fetcher: Fetcher, on_finish: Callable) -> None:
+        """Frees the row of a sequence that has ended, and parks one that has queries while they are answered."""
+        if sequence.finish is not None:
+            scheduler.release(sequence)
+            on_finish()
+        elif sequence.pending:
+            fetcher.ask(sequence)
+            scheduler.park(sequence)
 
     def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
         """Appends the documents of a sequence's pending queries, which completes its last step."""
@@ -169,10 +200,10 @@ class Engine:
     def _prefill(self, scheduler: Scheduler) -> None:
         """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
         pending = [s.tokens[s.cached : -1] for s in scheduler.running]
-        for given in passes(pending, self.grant.memory.micro_batch_tokens):
-            prefill = Prefill(scheduler.cache, given)
+        for parts in passes(pending, self.grant.memory.micro_batch_tokens):
+            prefill = Prefill(scheduler.cache, parts)
             self.model(prefill.tokens, prefill)
-            for row, tokens in given:
+            for row, tokens in parts:
                 scheduler.rows[row].cached += len(tokens)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
@@ -183,12 +214,13 @@ class Engine:
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
         logits = linear(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
-        results = [*self._sample(logits, rows)]
+        tokens, logprobs = self._sample(logits, rows)  # [B] each
+        numbers = [tokens.to(logprobs), logprobs]
         if self.value_head is not None:
-            results.append(self.value_head(hidden))
+            numbers.append(self.value_head(hidden).to(logprobs))
         # One transfer, because each waits for the device. Token ids are exact in fp32.
-        tokens, logprobs, *values = torch.stack([x.to(results[1]) for x in results]).tolist()
-        values = values[0] if values else [0.0] * len(rows)
+        tokens, logprobs, *critic_values = torch.stack(numbers).tolist()
+        values = critic_values[0] if critic_values else [0.0] * len(rows)
         sampled = []
         for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             if math.isnan(logprob):
@@ -206,11 +238,16 @@ class Engine:
         raise error
 
     def _explain_overflow(self, sequence: Sequence) -> NotFinite:
+        """Returns an error that names the layer whose numbers are the first that are not finite."""
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
         where = explain_overflow(self.model, lambda: self.model(tokens))
         remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
-        return NotFinite(f"question {sequence.question.id}: the model's logits are not finite: {where}", remedy)
+        return NotFinite(
+            f"question {sequence.question.id}: the model's logits are not finite: {where}",
+            remedy,
+            code="logits-not-finite",
+        )
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
+        """Returns tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
         return self.sampler(logits, [s.stream.random() for s in rows])

@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from r3lite.core.episode import Document, Failure, Retrieve, retrieve_all
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.rollout.sequence import Sequence
 
 GATHER = 8  # iterations for which queries are gathered, to be encoded together
@@ -20,8 +20,9 @@ Fetched = tuple[Sequence, list[list[Document]]]  # a sequence, and the documents
 class Fetcher:
     """Collects the pending queries of sequences, and retrieves their documents in batches."""
 
-    def __init__(self, retrieve: Retrieve, spans: Spans | None = None):
-        self.retrieve, self.spans = retrieve, spans
+    def __init__(self, retrieve: Retrieve, spans: Spans = NO_SPANS):
+        self.retrieve = retrieve
+        self.spans = spans
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrieve")
         self.iteration = 0
         self.queued: list[Sequence] = []
@@ -29,25 +30,29 @@ class Fetcher:
         self.in_flight: deque[tuple[int, Future]] = deque()  # with the iteration at which the result is taken
 
     def close(self) -> None:
-        """Waits for the batch that is being retrieved, and drops the others."""
+        """Waits for the batch that is being retrieved, and drops those behind it."""
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
-        """Each sequence with the documents of each of its pending queries, by one call of each retriever.
+        """Returns each sequence with the documents of each of its pending queries, by one call of each retriever.
 
         A query that fails gets no documents, and the reason becomes its sequence's `failure`.
         """
-        asked = [(s.question, search) for s in sequences for search in s.pending]
-        start = self.spans.now() if self.spans else 0
-        of_query = iter(retrieve_all(self.retrieve, asked))
-        if self.spans:
-            self.spans.add("retrieve", "retriever", start, queries=len(asked))
+        queries = [(s.question, search) for s in sequences for search in s.pending]
+        start = self.spans.now()
+        outcomes = iter(retrieve_all(self.retrieve, queries))
+        self.spans.add("retrieve", "retriever", start, queries=len(queries))
         fetched = []
         for sequence in sequences:
-            outcomes = [next(of_query) for _ in sequence.pending]
-            for failed in (outcome for outcome in outcomes if isinstance(outcome, Failure)):
-                sequence.failure = failed.reason
-            fetched.append((sequence, [[] if isinstance(o, Failure) else o for o in outcomes]))
+            documents: list[list[Document]] = []  # of each query
+            for _ in sequence.pending:
+                outcome = next(outcomes)
+                if isinstance(outcome, Failure):
+                    sequence.failure = outcome.reason
+                    documents.append([])
+                else:
+                    documents.append(outcome)
+            fetched.append((sequence, documents))
         return fetched
 
     def ask(self, sequence: Sequence) -> None:
@@ -60,18 +65,27 @@ class Fetcher:
         """At the end of an iteration: sends the queued queries after GATHER iterations, or at once if `idle`, when no
         sequence is running."""
         if self.queued and (idle or self.iteration - self.queued_since >= GATHER):
-            self.in_flight.append((self.iteration + PATIENCE, self.worker.submit(self.fetch, self.queued)))
+            result = self.worker.submit(self.fetch, self.queued)
+            self.in_flight.append((self.iteration + PATIENCE, result))
             self.queued = []
         self.iteration += 1
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next batch of documents has not come yet."""
-        return bool(self.in_flight) and not self.in_flight[0][1].done()
+        """True if the next batch of documents has been sent for and has not come yet."""
+        if not self.in_flight:
+            return False
+        _, result = self.in_flight[0]
+        return not result.done()
 
     def collect(self, idle: bool) -> list[Fetched]:
-        """At the start of an iteration: the documents that are due, or if `idle` the next ones; waits for them."""
+        """At the start of an iteration: returns the documents that are due, or if `idle` the next ones; waits for
+        them."""
         fetched: list[Fetched] = []
-        while self.in_flight and (self.in_flight[0][0] <= self.iteration or (idle and not fetched)):
-            fetched += self.in_flight.popleft()[1].result()
+        while self.in_flight:
+            due, result = self.in_flight[0]
+            if due > self.iteration and not (idle and not fetched):
+                break
+            self.in_flight.popleft()
+            fetched += result.result()
         return fetched

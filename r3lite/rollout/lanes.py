@@ -1,6 +1,6 @@
 """Sequences that join and leave while others are sampled, with several adapters of one model.
 
-Each adapter has a lane: rows of its own in a cache of its own, so that what it says has never been batched with
+Each adapter has a lane: rows of its own in a cache of its own, so that its tokens have never been batched with
 another's. An iteration samples one token of every row of every lane that has work. So no adapter waits for another, no
 weights are loaded, and within a lane it is first come, first served. Knows no requests and no clock.
 """
@@ -25,19 +25,21 @@ from r3lite.rollout.sequence import Sequence
 class Visitor(Sequence):
     """A sequence that joins others: with a sampler and a limit of its own, and free to leave.
 
-    `error` is why it could not go on, which is its own affair: the others do.
+    `error` is why it could not go on, which concerns this sequence alone.
     """
 
     adapter: str | None = None  # None: the bare base
     sampler: Sampler = Sampler()
-    most: int | None = None  # tokens that it may write in all
+    max_tokens: int | None = None  # that it may write in all
     leaving: bool = False
     error: NotFinite | None = None
 
     @property
-    def goes(self) -> bool:
-        """Whether it leaves, cannot go on, or has written all that it may."""
-        return self.leaving or self.error is not None or (self.most is not None and len(self.logprobs) >= self.most)
+    def must_leave(self) -> bool:
+        """True if it leaves, cannot go on, or has written all that it may."""
+        if self.leaving or self.error is not None:
+            return True
+        return self.max_tokens is not None and len(self.logprobs) >= self.max_tokens
 
 
 class LaneEngine(Engine):
@@ -48,10 +50,12 @@ class LaneEngine(Engine):
         logprobs: Tensor | None = None  # [B]
         for sampler in dict.fromkeys(row.sampler for row in rows):
             places = [i for i, row in enumerate(rows) if row.sampler == sampler]
-            chosen = logits if len(places) == len(rows) else logits[places]
-            tokens[places], drawn = sampler(chosen, [rows[i].stream.random() for i in places])
-            logprobs = drawn.new_empty(len(rows)) if logprobs is None else logprobs
-            logprobs[places] = drawn
+            uniforms = [rows[i].stream.random() for i in places]
+            sampler_logits = logits if len(places) == len(rows) else logits[places]
+            tokens[places], sampler_logprobs = sampler(sampler_logits, uniforms)
+            if logprobs is None:
+                logprobs = sampler_logprobs.new_empty(len(rows))
+            logprobs[places] = sampler_logprobs
         return tokens, logprobs
 
     def _fail(self, sequence: Visitor, error: NotFinite) -> None:
@@ -65,47 +69,55 @@ class Lanes:
     def __init__(self, engine: LaneEngine, adapters: list[str | None], rows: int, retrieve: Retrieve):
         engine.model.eval()
         self.engine = engine
-        self.inside: list[Visitor] = []  # waiting and sampled
-        self.held = ExitStack()
-        self.held.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
+        self.visitors: list[Visitor] = []  # waiting and sampled
+        self.cast_weights = ExitStack()
+        self.cast_weights.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
         self.lanes = {name: engine.begin([], rows) for name in adapters}
         self.fetchers = {name: Fetcher(retrieve) for name in adapters}
 
     def join(self, sequence: Visitor) -> None:
         """Takes an opened sequence, which gets a row when one is free."""
-        self.inside.append(sequence)
-        if sequence.finish is None:  # there was room to begin
-            self.lanes[sequence.adapter][0].waiting.append(sequence)
+        self.visitors.append(sequence)
+        if sequence.finish is None:  # its prompt left space for an answer
+            scheduler, _ = self.lanes[sequence.adapter]
+            scheduler.waiting.append(sequence)
 
     @torch.no_grad()
     def iterate(self) -> list[Visitor]:
-        """One token more for each row at work; returns the sequences that ended, or have left, in this iteration.
+        """Samples one more token of each row at work; returns the sequences that ended, or left, in this iteration.
 
         One that waits for documents leaves when they have come.
         """
         for scheduler, _ in self.lanes.values():
             self._clear_out(scheduler)
-        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.waiting or scheduler.rows]
-        for name in [name for name in busy if not self._only_waits(name)] or busy:
+        busy = []
+        for name, (scheduler, _) in self.lanes.items():
+            if scheduler.waiting or scheduler.rows:
+                busy.append(name)
+        computing = [name for name in busy if not self._only_waits(name)]
+        for name in computing or busy:
             scheduler, decoder = self.lanes[name]
             with use_adapter(self.engine.model, name), self.engine.autocast():
-                self.engine.iterate(scheduler, decoder, self.fetchers[name], lambda: None)
+                fetcher = self.fetchers[name]
+                self.engine.iterate(scheduler, decoder, fetcher, on_finish=lambda: None)
             self._clear_out(scheduler)
-        ended = [sequence for sequence in self.inside if sequence.finish is not None]
-        self.inside = [sequence for sequence in self.inside if sequence.finish is None]
-        return ended
+        finished = [visitor for visitor in self.visitors if visitor.finish is not None]
+        self.visitors = [visitor for visitor in self.visitors if visitor.finish is None]
+        return finished
 
     def _only_waits(self, name: str | None) -> bool:
-        """Whether an iteration of a lane would do nothing but wait for documents, which would hold up the others."""
+        """Returns whether an iteration of a lane would only wait for documents, which would hold up the other lanes."""
         scheduler, _ = self.lanes[name]
-        return not scheduler.active and not scheduler.waiting and self.fetchers[name].is_waiting
+        if scheduler.active or scheduler.waiting:
+            return False
+        return self.fetchers[name].is_waiting
 
     def _clear_out(self, scheduler: Scheduler) -> None:
-        """Cuts off the sequences of a lane that go, unless they wait for documents."""
-        for sequence in [s for s in scheduler.waiting if s.goes]:
+        """Cuts off the sequences of a lane that must leave, unless they wait for documents."""
+        for sequence in [s for s in scheduler.waiting if s.must_leave]:
             scheduler.waiting.remove(sequence)
             sequence.finish = CUT_OFF
-        for sequence in [s for s in scheduler.running if s.goes]:
+        for sequence in [s for s in scheduler.running if s.must_leave]:
             if sequence.error:
                 scheduler.discard(sequence)
             else:
@@ -116,4 +128,4 @@ class Lanes:
         """Waits for the queries that are under way, and drops everything."""
         for fetcher in self.fetchers.values():
             fetcher.close()
-        self.held.close()
+        self.cast_weights.close()

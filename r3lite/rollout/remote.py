@@ -1,13 +1,17 @@
 """Samples on other machines: rollout workers (`python -m r3lite.rollout_worker`), or vLLM (`vllm.py`).
 
 Episodes go to the servers in requests. A server that gives no answer, or a wrong one, is passed over until the next
-call, and what it was to sample is sampled by another one. Knows no rounds.
+call, and its episodes are sampled by another one.
 """
 
+import math
 import sys
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +26,10 @@ from r3lite.llm.http_client import Link, Unanswered, WrongReply
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import (
-    Adapter,
-    Bounds,
+    AdapterFiles,
+    EpisodeLimits,
     Ticket,
-    check_beginning,
+    check_start,
     identity_of,
     sequence_from_json,
     tickets_to_json,
@@ -35,94 +39,160 @@ LARGEST = 512 << 20  # bytes of a reply
 REMEDY = "Check that it runs, its address in --rollout-server and R3LITE_TOKEN; then continue with --resume auto."
 
 
-class Worker:
+@dataclass(frozen=True)
+class WorkerVersion:
+    """The reply of a rollout worker to GET /version."""
+
+    adapter: str  # version of the adapter that it samples with
+    dtype: str
+    facts: dict[str, str]
+
+
+class RolloutWorker:
     """A rollout worker; it retrieves by itself."""
 
     slots = 1  # requests at a time: it computes on all cores
 
     def __init__(self, link: Link, facts: dict[str, str], layout_of: Callable[[Sequence], Layout]):
-        self.link, self.facts, self.layout_of = link, facts, layout_of
-        self.has = ""  # the version of its adapter
+        self.link = link
+        self.facts = facts
+        self.layout_of = layout_of
+        self.adapter_version = ""  # of the adapter that the worker has
 
     def check(self) -> str:
         """Returns the server's address and dtype; raises R3LiteError if it would not sample as the trainer does."""
 
-        def read(reply: Record) -> tuple[str, str, list[tuple[str, str, str]]]:
-            theirs = reply.record("facts")
-            pairs = [(name, theirs.text(name, "none", blank=True), ours) for name, ours in self.facts.items()]
-            return reply.text("adapter", blank=True), reply.text("dtype"), pairs
+        def read(reply: Record) -> WorkerVersion:
+            record = reply.record("facts")
+            facts = {name: record.text(name, "none", blank=True) for name in self.facts}
+            return WorkerVersion(reply.text("adapter", blank=True), reply.text("dtype"), facts)
 
-        self.has, dtype, pairs = self.link.ask("/version", None, "a worker of this version of r3lite", read)
-        if other := [f"{name} is {value} (here {ours})" for name, value, ours in pairs if value != ours]:
+        version = self.link.ask("/version", None, server="a worker of this version of r3lite", read=read)
+        self.adapter_version = version.adapter
+        differences = []
+        for name, ours in self.facts.items():
+            theirs = version.facts[name]
+            if theirs != ours:
+                differences.append(f"{name} is {theirs} (here {ours})")
+        if differences:
             remedy = "Start the worker with the flags of this run, or give both the same --config."
-            raise R3LiteError(f"the rollout worker {self.link.url} has other settings: {'; '.join(other)}", remedy)
-        return f"{self.link.url} (r3lite, {dtype})"
+            cause = f"the rollout worker {self.link.url} has other settings: {'; '.join(differences)}"
+            raise R3LiteError(cause, remedy, code="worker-differs")
+        return f"{self.link.url} (r3lite, {version.dtype})"
 
-    def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
-        """The episodes of tickets, sampled with an adapter; Unanswered or WrongReply if another server has to do it."""
+    def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+        """Returns the episodes of tickets, sampled with an adapter.
+
+        Raises Unanswered or WrongReply if another server has to sample them.
+        """
 
         def read(reply: Record) -> list[Sequence] | None:
             if "differs" in reply:
                 return None
             episodes = reply.records("episodes")
             if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
-                raise InvalidRecord(f"these are not {len(tickets)} episodes of the adapter {adapter.version}")
-            return [self._episode(*pair) for pair in zip(episodes, tickets, strict=True)]
+                raise InvalidRecord(
+                    f"these are not {len(tickets)} episodes of the adapter {adapter.version}",
+                    code="worker-episode-count",
+                )
+            pairs = zip(episodes, tickets, strict=True)
+            return [self._sequence(episode, ticket) for episode, ticket in pairs]
 
-        asked = tickets_to_json(tickets) | {"identity": identity_of(self.facts), "adapter": adapter.version}
+        request = tickets_to_json(tickets)
+        request |= {"identity": identity_of(self.facts), "adapter": adapter.version}
         for _ in range(2):  # a worker that was started anew has lost the adapter
-            if self.has != adapter.version:
+            if self.adapter_version != adapter.version:
                 self.link.text(f"/adapter/{adapter.version}", adapter.body)
-                self.has = adapter.version
-            if (made := self.link.ask("/sample", asked, "a rollout worker", read)) is not None:
-                return made
+                self.adapter_version = adapter.version
+            sequences = self.link.ask("/sample", request, server="a rollout worker", read=read)
+            if sequences is not None:
+                return sequences
             self.check()
-        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True)
+        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True, code="worker-in-use")
 
-    def _episode(self, record: Record, ticket: Ticket) -> Sequence:
-        """The episode of a ticket, which begins as it would here."""
-        begun = ticket.sequence()
-        layout = self.layout_of(begun)
-        if not begun.tokens:
-            layout.open(begun)
-        sequence = sequence_from_json(record, ticket.question, Bounds.of(layout), ticket.place)
-        check_beginning(sequence, begun)
+    def _sequence(self, episode: Record, ticket: Ticket) -> Sequence:
+        """Returns the sequence of a ticket; raises InvalidRecord unless it begins as it would here."""
+        start = ticket.sequence()
+        layout = self.layout_of(start)
+        if not start.tokens:
+            layout.open(start)
+        limits = EpisodeLimits.of(layout)
+        sequence = sequence_from_json(episode, ticket.question, limits=limits, place=ticket.place)
+        check_start(sequence, start)
         return sequence
 
 
 class RemoteEngine:
-    """Samples on servers, with the interface of `rollout.engine.Engine`.
+    """Samples the rounds of a run on servers, with the interface of `rollout.engine.Engine`.
 
     Which episodes are one request follows from their number and that of the servers, not from which server is free: in
     fp32 a run is repeated to the bit. As a part of a run's state it keeps the adapter that it samples with.
     """
 
-    def __init__(self, servers: list[Any]):
-        """Of `Worker`s and others with its attributes and methods."""
+    def __init__(
+        self,
+        servers: list[Any],
+        save_adapter: Callable[[Path], None],
+        draw_ahead: Callable[[int], tuple[list[Question], list[str]]] | None = None,
+    ):
+        """Takes `RolloutWorker`s and other servers with its attributes and methods.
+
+        `save_adapter` writes the policy's adapter into a folder. `draw_ahead(number)` returns the questions and seeds
+        of a round, none after the last one; each round is then sampled while the one before is learned from.
+        """
         self.servers = servers
+        self.save_adapter = save_adapter
+        self.draw_ahead = draw_ahead
         self.grant = Grant(Memory())  # memory is granted where it is sampled
-        self.adapter: Adapter | None = None
+        self.adapter: AdapterFiles | None = None
         self.ahead: tuple[list[str], Future] | None = None  # seeds and sequences of the coming round
         self.counts: Counter[str] = Counter()
-        self._pool = ThreadPoolExecutor(sum(s.slots for s in servers) + 1, thread_name_prefix="rollouts")
+        slots = sum(server.slots for server in servers)
+        self._pool = ThreadPoolExecutor(slots + 1, thread_name_prefix="rollouts")
+
+    def begin_round(self, number: int, retrieve: Retrieve) -> None:
+        """Takes over the policy's adapter, with which round `number` is sampled unless it is under way already."""
+        if self.adapter and not self.ahead:  # resumed, with the adapter that the checkpoint has
+            self._go_ahead(number, retrieve)
+        with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
+            self.save_adapter(Path(folder))
+            self.adapter = AdapterFiles.read(Path(folder))
+
+    def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
+        """Has the next round sampled while this one is learned from, if rounds are drawn ahead; returns metrics."""
+        self._go_ahead(number + 1, retrieve)
+        counts = self.counts
+        self.counts = Counter()
+        return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}
+
+    def _go_ahead(self, number: int, retrieve: Retrieve) -> None:
+        """Has a round sampled with the current adapter, until `run` asks for it."""
+        if self.draw_ahead is None:
+            return
+        questions, seeds = self.draw_ahead(number)
+        if questions:
+            tickets = self._tickets(questions, seeds)
+            sequences = self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
+            self.ahead = seeds, sequences
 
     def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
-        """As Engine.run; episodes that were begun ahead are waited for."""
-        if self.ahead and self.ahead[0] == seeds:
-            ahead, self.ahead = self.ahead[1], None
-            self.counts["stale_episodes"] += len(seeds)
-            return ahead.result()
-        return self._sampled(self._tickets(questions, seeds), self.adapter, retrieve)
-
-    def continue_from(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
-        """As Engine.continue_from."""
-        pairs = zip(begun, seeds, strict=True)
-        tickets = [Ticket(start[0].question, seed, start[0].place, start) for start, seed in pairs]
+        """Samples as Engine.run does; waits for episodes that are already being sampled ahead."""
+        if self.ahead:
+            seeds_ahead, sequences = self.ahead
+            if seeds_ahead == seeds:
+                self.ahead = None
+                self.counts["stale_episodes"] += len(seeds)
+                return sequences.result()
+        tickets = self._tickets(questions, seeds)
         return self._sampled(tickets, self.adapter, retrieve)
 
-    def go_ahead(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> None:
-        """Has a round sampled with the adapter of now, until `run` asks for it."""
-        self.ahead = seeds, self._pool.submit(self._sampled, self._tickets(questions, seeds), self.adapter, retrieve)
+    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Samples as Engine.continue_from does."""
+        tickets = []
+        for (sequence, steps), seed in zip(starts, seeds, strict=True):
+            ticket = Ticket(sequence.question, seed, place=sequence.place, start=(sequence, steps))
+            tickets.append(ticket)
+        return self._sampled(tickets, self.adapter, retrieve)
 
     def close(self) -> None:
         """Breaks off what is under way: the program would wait for it."""
@@ -130,48 +200,50 @@ class RemoteEngine:
             server.link.calls.end(at_once=True)
         self._pool.shutdown(cancel_futures=True)
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        counts, self.counts = self.counts, Counter()
-        return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}
-
     def state_dict(self) -> dict:
-        kept = {"adapter": torch.frombuffer(bytearray(self.adapter.body), dtype=torch.uint8)} if self.adapter else {}
-        return {"tensors": kept}
+        if self.adapter is None:
+            return {"tensors": {}}
+        body = torch.frombuffer(bytearray(self.adapter.body), dtype=torch.uint8)
+        return {"tensors": {"adapter": body}}
 
     def load_state_dict(self, state: dict) -> None:
-        kept = state["tensors"].get("adapter")
-        self.adapter = None if kept is None else Adapter(kept.numpy().tobytes())
+        body = state["tensors"].get("adapter")
+        self.adapter = None if body is None else AdapterFiles(body.numpy().tobytes())
 
     @staticmethod
     def _tickets(questions: list[Question], seeds: list[str]) -> list[Ticket]:
-        return [Ticket(q, seed, place) for place, (q, seed) in enumerate(zip(questions, seeds, strict=True))]
+        pairs = zip(questions, seeds, strict=True)
+        return [Ticket(question, seed, place) for place, (question, seed) in enumerate(pairs)]
 
-    def _sampled(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
-        """The episodes of tickets, in their order, each of one server."""
-        size = -(-len(tickets) // (2 * len(self.servers)))
-        todo = deque(range(0, len(tickets), size))
-        free = [server for server in self.servers for _ in range(server.slots)]
-        found: dict[int, list[Sequence]] = {}
+    def _sampled(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+        """Returns the episodes of tickets, in their order; each request is answered by one server."""
+        size = math.ceil(len(tickets) / (2 * len(self.servers)))  # tickets of a request
+        waiting = deque(range(0, len(tickets), size))  # the index of the first ticket of each request
+        free_slots = [server for server in self.servers for _ in range(server.slots)]
+        sampled: dict[int, list[Sequence]] = {}  # by the index of the request's first ticket
         under_way: dict[Future, tuple[Any, int]] = {}
         reason = ""
-        while todo or under_way:
-            while todo and free:
-                server, start = free.pop(0), todo.popleft()
-                work = self._pool.submit(server.sample, tickets[start : start + size], adapter, retrieve)
-                under_way[work] = server, start
+        while waiting or under_way:
+            while waiting and free_slots:
+                server = free_slots.pop(0)
+                start = waiting.popleft()
+                part = tickets[start : start + size]
+                request = self._pool.submit(server.sample, part, adapter, retrieve)
+                under_way[request] = server, start
             if not under_way:
-                raise R3LiteError(f"no rollout server is left: {reason}", REMEDY)
-            for work in wait(under_way, return_when=FIRST_COMPLETED).done:
-                server, start = under_way.pop(work)
+                raise R3LiteError(f"no rollout server is left: {reason}", REMEDY, code="no-worker-left")
+            for request in wait(under_way, return_when=FIRST_COMPLETED).done:
+                server, start = under_way.pop(request)
                 try:
-                    found[start] = work.result()
-                    free.append(server)
+                    sampled[start] = request.result()
+                    free_slots.append(server)
                 except (Unanswered, WrongReply) as error:
                     if isinstance(error, Unanswered) and not error.passes:
                         raise
-                    reason, free = error.cause, [other for other in free if other is not server]
-                    todo.appendleft(start)
+                    reason = error.cause
+                    free_slots = [slot for slot in free_slots if slot is not server]
+                    waiting.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])
-                    tqdm.write(printable(f"warning: {reason}; another server samples its episodes"), file=sys.stderr)
-        return [sequence for start in sorted(found) for sequence in found[start]]
+                    warning = f"warning: {reason}; another server samples its episodes"
+                    tqdm.write(printable(warning), file=sys.stderr)
+        return [sequence for start in sorted(sampled) for sequence in sampled[start]]

@@ -27,7 +27,7 @@ class Sampler:
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1).
+        """Returns tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1).
 
         A row without a distribution, because a logit is no finite number, has a log-probability that is NaN, with
         whatever temperature and truncation; its token means nothing.
@@ -36,52 +36,64 @@ class Sampler:
         scaled = logits.float()
         if not greedy and self.temperature != 1:
             scaled = scaled / self.temperature
-        if scaled.shape[-1] % BLOCK:
-            scaled = F.pad(scaled, (0, -scaled.shape[-1] % BLOCK), value=-math.inf)
+        padding = -scaled.shape[-1] % BLOCK
+        if padding:
+            scaled = F.pad(scaled, (0, padding), value=-math.inf)
         probs = scaled.softmax(-1)  # [B, V], padded to whole blocks
         if greedy:
             tokens = logits.argmax(-1, keepdim=True)
         else:
             tokens = _inverse_cdf(self._truncate(probs), uniforms)
-        return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
+        logprobs = probs.gather(-1, tokens).log()
+        return tokens[:, 0], logprobs[:, 0]
 
     def _truncate(self, probs: Tensor) -> Tensor:
-        """Probabilities [B, V], 0 for what top-k and top-p exclude; of each row at least one is above 0.
+        """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row one is above 0.
 
         What is excluded is compared, not what stays: comparisons with NaN are false, so that a row of NaNs stays one.
         """
         if self.top_k:
-            kth = probs.topk(min(self.top_k, probs.shape[-1]), dim=-1).values[:, -1:]  # [B, 1]
+            k = min(self.top_k, probs.shape[-1])
+            top_probs = probs.topk(k, dim=-1).values
+            kth = top_probs[:, -1:]  # [B, 1]
             probs = probs.masked_fill(probs < kth, 0)
         if self.top_p < 1:
             ordered, order = probs.sort(-1, descending=True)
             # A token stays if the likelier ones together have less than top_p.
-            before = ordered.cumsum(-1) - ordered
-            excluded = before >= self.top_p * probs.sum(-1, keepdim=True)
+            likelier = ordered.cumsum(-1) - ordered
+            total = probs.sum(-1, keepdim=True)
+            excluded = likelier >= self.top_p * total
             excluded[:, 0] = False  # the likeliest always stays, also if top_p is 0 in float32
-            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(excluded, 0))
+            truncated = ordered.masked_fill(excluded, 0)
+            probs = torch.zeros_like(probs).scatter(-1, order, truncated)
         return probs
 
 
 def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
-    """The first token of each row, [B, 1], at which the cumulative sum of probs [B, V] exceeds uniform * total.
+    """Returns the first token of each row, [B, 1], at which the cumulative sum of probs [B, V] exceeds uniform * total.
 
-    First the block is found, then the token in it, so that the cumulative sum of a whole row is never in memory. Sums
-    are in float64: in fp32 the error of a sum over 150,000 tokens exceeds a rare token's probability. Comparisons with
-    NaN are false: a row of NaNs gives token 0, with log-probability NaN.
+    First the block is searched, then the token in it, so that the cumulative sum of a whole row is never in memory.
+    Sums are in float64: in fp32 the error of a sum over 150,000 tokens exceeds a rare token's probability. Comparisons
+    with NaN are false: a row of NaNs gives token 0, with log-probability NaN.
     """
     device = probs.device
-    blocks = (probs.cpu() if device.type == "mps" else probs).unflatten(-1, (-1, BLOCK))  # MPS has no float64
-    ends = torch.zeros(len(blocks), blocks.shape[1] + 1, dtype=torch.float64, device=blocks.device)
+    if device.type == "mps":  # which has no float64
+        probs = probs.cpu()
+    blocks = probs.unflatten(-1, (-1, BLOCK))  # [B, blocks, BLOCK]
+    rows, block_count, _ = blocks.shape
+    ends = torch.zeros(rows, block_count + 1, dtype=torch.float64, device=blocks.device)
     torch.sum(blocks, -1, dtype=ends.dtype, out=ends[:, 1:])
     ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
-    drawn = torch.tensor(uniforms, dtype=ends.dtype).to(ends.device, non_blocking=True)[:, None]
+    drawn = torch.tensor(uniforms, dtype=ends.dtype)[:, None]  # [B, 1]
+    drawn = drawn.to(ends.device, non_blocking=True)
     target = drawn * ends[:, -1:]  # [B, 1], below the total because no uniform number is above BELOW_ONE
-    block = (ends[:, 1:] <= target).sum(-1, keepdim=True)
+    block = (ends[:, 1:] <= target).sum(-1, keepdim=True)  # [B, 1]
     target = target - ends.gather(-1, block)
-    found = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [B, BLOCK]
-    inside = found.cumsum(-1, dtype=ends.dtype)
+    index = block[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
+    block_probs = blocks.gather(1, index)[:, 0]  # [B, BLOCK]
+    block_sums = block_probs.cumsum(-1, dtype=ends.dtype)
     # Kept below the block's sum, which here is rounded in another way: beyond it are tokens of probability 0.
-    target = torch.minimum(target, inside[:, -1:] * BELOW_ONE)
-    within = (inside <= target).sum(-1, keepdim=True)
-    return torch.add(within, block, alpha=BLOCK).to(device)
+    highest = block_sums[:, -1:] * BELOW_ONE
+    target = torch.minimum(target, highest)
+    place_in_block = (block_sums <= target).sum(-1, keepdim=True)
+    return torch.add(place_in_block, block, alpha=BLOCK).to(device)

@@ -34,36 +34,50 @@ class Scheduler:
         A prefix that another row has too (the prompt of the same question, or the instructions) is copied from it. If
         that row is yet to be prefilled, the sequence waits for one iteration, until the prefix can be copied.
         """
-        room = len(self.cache.lengths) - len(self.rows)
         for sequence in list(self.waiting):
-            if not room:
+            if len(self.rows) == len(self.cache.lengths):
                 return
-            shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
-            coming = max((n for n, cached, _ in shared if cached < n), default=0)
-            ready, source = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
-            if coming >= LEAST_SHARED and coming > ready:
+            prefix_row, cached_length, coming_length = self._common_prefix(sequence)
+            if coming_length >= LEAST_SHARED and coming_length > cached_length:
                 continue
             self.waiting.remove(sequence)
-            room -= 1
+            row = len(self.rows)
             self.rows.append(sequence)
-            row = len(self.rows) - 1
             self.cache.lengths[row] = 0
-            if ready >= LEAST_SHARED:
-                self.cache.copy(source, row, ready)
-                sequence.cached = ready
+            if cached_length >= LEAST_SHARED:
+                self.cache.copy(prefix_row, row, cached_length)
+                sequence.cached = cached_length
             self._swap(row, self.active)
             self.active += 1
 
-    def _distinct(self) -> Iterator[tuple[int, Sequence]]:
-        """One row of each question, if possible one whose prompt is in the cache."""
+    def _common_prefix(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Returns the row that has the longest prefix of a sequence in the cache, the length of that prefix, and the
+        length of the longest prefix that a row will have once it is prefilled."""
+        prefix_row = 0
+        cached_length = 0
+        coming_length = 0
+        for row, neighbour in self._distinct_rows():
+            shared = _shared(sequence, neighbour)
+            if neighbour.cached < shared:
+                coming_length = max(coming_length, shared)
+            length = min(shared, neighbour.cached)
+            if (length, row) > (cached_length, prefix_row):
+                cached_length = length
+                prefix_row = row
+        return prefix_row, cached_length, coming_length
+
+    def _distinct_rows(self) -> Iterator[tuple[int, Sequence]]:
+        """Yields one row of each question, if possible one whose prompt is in the cache."""
         if not self.rows and self.last_released:
             yield 0, self.last_released
-        best: dict[int, int] = {}
-        for i, sequence in enumerate(self.rows):
-            key = id(sequence.question)
-            if key not in best or not self.rows[best[key]].cached:
-                best[key] = i
-        yield from ((i, self.rows[i]) for i in best.values())
+        row_of_question: dict[int, int] = {}
+        for row, sequence in enumerate(self.rows):
+            question = id(sequence.question)
+            first_row = row_of_question.get(question)
+            if first_row is None or not self.rows[first_row].cached:
+                row_of_question[question] = row
+        for row in row_of_question.values():
+            yield row, self.rows[row]
 
     def park(self, sequence: Sequence) -> None:
         """Moves a running sequence behind the running rows, to wait for documents."""
@@ -97,25 +111,30 @@ class Scheduler:
 
 def passes(pending: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:
     """Splits the tokens to prefill of rows 0, 1, ... into passes of at most `limit` tokens: lists of (row, tokens)."""
-    given, room = [], limit
+    parts = []
+    free_tokens = limit
     for row, tokens in enumerate(pending):
         while tokens:
-            given.append((row, tokens[:room]))
-            room, tokens = room - len(given[-1][1]), tokens[room:]
-            if not room:
-                yield given
-                given, room = [], limit
-    if given:
-        yield given
+            part = tokens[:free_tokens]
+            parts.append((row, part))
+            tokens = tokens[len(part) :]
+            free_tokens -= len(part)
+            if not free_tokens:
+                yield parts
+                parts = []
+                free_tokens = limit
+    if parts:
+        yield parts
 
 
-def _shared(sequence: Sequence, other: Sequence) -> int:
-    """Length of the common prefix of two sequences without the last token of each.
+def _shared(sequence: Sequence, neighbour: Sequence) -> int:
+    """Returns the length of the common prefix of two sequences without the last token of each.
 
-    The last token of `sequence` has to be run, to sample the next one. The last token of `other` is not yet in the
-    cache: if it counted, `sequence` could wait for one more token of `other` in each iteration.
+    The last token of `sequence` has to be run, to sample the next one. The last token of `neighbour` is not yet in the
+    cache: if it counted, `sequence` could wait for one more token of `neighbour` in each iteration.
     """
-    if sequence.question is other.question and other.tokens[: len(sequence.tokens)] == sequence.tokens:
+    same_question = sequence.question is neighbour.question
+    if same_question and neighbour.tokens[: len(sequence.tokens)] == sequence.tokens:
         return len(sequence.tokens) - 1
-    pairs = zip(sequence.tokens[:-1], other.tokens[:-1])
+    pairs = zip(sequence.tokens[:-1], neighbour.tokens[:-1])
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

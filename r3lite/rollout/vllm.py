@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core.episode import Retrieve
@@ -20,64 +21,97 @@ from r3lite.llm.http_client import Link, Unanswered, WrongReply
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
-from r3lite.rollout.wire import Adapter, Ticket, log_probabilities, whole_numbers
+from r3lite.rollout.wire import AdapterFiles, Ticket, log_probabilities, whole_numbers
 from r3lite.settings import PpoConfig
 
 COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
 START = f"Start it with: {COMMAND}. It must see the run's --output at the same path."
 RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
-# Of each completion: nothing is truncated or penalized, and all that was sampled is returned.
+# Settings of each completion: nothing is truncated or penalized, and all that was sampled is returned.
 NEUTRAL = {
-    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-    "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
-    "return_token_ids": True, "logprobs": 0,
-}  # fmt: skip
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "logprobs": 0,
+}
 UPDATE = "Update vLLM to a version with return_token_ids."
 TRIES = 100  # of one turn
 IDS = 1 << 31  # token ids of any model are below
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of a server: its name there, its path or name on a hub, and the length of its context in tokens."""
+
+    name: str
+    root: str
+    max_length: int
+
+
 class VllmServer:
     """A server of vLLM, which batches the requests that it has at a time."""
 
-    slots = 2  # all requests of a round, if there are no other servers
+    slots = 2  # all requests of a round, if there is no second server
 
     def __init__(self, link: Link, config: PpoConfig, layout_of: Callable[[Sequence], Layout], output: Path):
-        self.link, self.config, self.layout_of = link, config, layout_of
+        self.link = link
+        self.config = config
+        self.layout_of = layout_of
         self.adapters = output.absolute() / "served"
         self.name = ""  # of the adapter that is loaded
-        self._loading, self._retrieving = threading.Lock(), threading.Lock()
+        self._loading = threading.Lock()
+        self._retrieving = threading.Lock()
 
     def check(self) -> str:
-        url, model, lengths = self.link.url, self.config.model.model, self.config.lengths
+        """Returns the server's address and version; raises R3LiteError if it would not sample as the trainer does."""
+        url = self.link.url
+        model = self.config.model.model
+        max_length = self.config.lengths.max_length
 
-        def read(reply: Record) -> tuple[str, str, int]:
-            served = reply.records("data", least=1)[0]
-            name = served.text("id")
-            return name, served.text("root", name), served.whole("max_model_len", lengths.max_length)
+        def read(reply: Record) -> ServedModel:
+            first = reply.records("data", minimum=1)[0]
+            name = first.text("id")
+            return ServedModel(name, first.text("root", name), first.whole("max_model_len", max_length))
 
-        name, root, most = self.link.ask("/v1/models", None, "vLLM", read, START)
-        if Path(root).name != Path(model).name:
-            raise R3LiteError(f"{url} serves {root}, but --model is {model}", "Start vLLM with the same model.")
-        if most < lengths.max_length:
-            cause = f"--max-length is {lengths.max_length}, but {url} takes at most {most} tokens"
-            raise R3LiteError(cause, f"Pass --max-length {most}, or start vLLM with a larger --max-model-len.")
-        self._check_logprobs(name)
-        return f"{url} (vLLM {self.link.ask('/version', None, 'vLLM', lambda reply: reply.text('version'))})"
+        served = self.link.ask("/v1/models", None, server="vLLM", read=read, remedy=START)
+        if Path(served.root).name != Path(model).name:
+            raise R3LiteError(
+                f"{url} serves {served.root}, but --model is {model}",
+                "Start vLLM with the same model.",
+                code="vllm-model-differs",
+            )
+        if served.max_length < max_length:
+            cause = f"--max-length is {max_length}, but {url} takes at most {served.max_length} tokens"
+            remedy = f"Pass --max-length {served.max_length}, or start vLLM with a larger --max-model-len."
+            raise R3LiteError(cause, remedy, code="vllm-length")
+        self._check_logprobs(served.name)
+        version = self.link.ask("/version", None, server="vLLM", read=lambda reply: reply.text("version"))
+        return f"{url} (vLLM {version})"
 
     def _check_logprobs(self, model: str) -> None:
         """Refuses log-probabilities from before the temperature: they then are the same at two temperatures."""
         if self.config.sampling.temperature == 1:
             return
-        asked = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
-        found = []
+        request = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
+        logprobs = []
         for temperature in (1.0, self.config.sampling.temperature):
-            found.append(self.link.ask("/v1/completions", asked | {"temperature": temperature}, "vLLM", _logprobs))
-        if found[0] == found[1] != [0.0]:
-            raise R3LiteError(f"{self.link.url} returns log-probabilities without --temperature", RAW)
+            body = request | {"temperature": temperature}
+            logprobs.append(self.link.ask("/v1/completions", body, server="vLLM", read=_logprobs))
+        at_one, at_temperature = logprobs
+        if at_one == at_temperature != [0.0]:
+            raise R3LiteError(
+                f"{self.link.url} returns log-probabilities without --temperature", RAW, code="vllm-raw-logprobs"
+            )
 
-    def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
-        """The episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
+    def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+        """Returns the episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
         with self._loading:
             self._load(adapter)
         sequences = [ticket.sequence() for ticket in tickets]
@@ -90,19 +124,20 @@ class VllmServer:
             raise
         return sequences
 
-    def _load(self, adapter: Adapter) -> None:
+    def _load(self, adapter: AdapterFiles) -> None:
         """Has vLLM load an adapter, and forget the one before."""
         name = f"r3lite-{adapter.version[:16]}"
         if name == self.name:
             return
-        adapter.write(folder := self.adapters / name)
+        folder = self.adapters / name
+        adapter.write(folder)
         try:
             self.link.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except Unanswered as error:
             if error.passes:
                 raise
             if "already been loaded" not in error.cause:
-                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START) from error
+                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START, code=error.code) from error
         if self.name:
             try:
                 self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
@@ -123,11 +158,11 @@ class VllmServer:
                     ((_, documents),) = fetcher.fetch([sequence])
                 layout.splice(sequence, documents)
             else:
-                self._turn(sequence, layout)
+                self._sample_turn(sequence, layout)
                 layout.close_turn(sequence)
 
-    def _turn(self, sequence: Sequence, layout: Layout) -> None:
-        """Samples a turn. What vLLM ends before it is over is gone on with, as after a padding row of the embedding."""
+    def _sample_turn(self, sequence: Sequence, layout: Layout) -> None:
+        """Samples a turn. If vLLM ends it early, as after a padding row of the embedding, it is asked to go on."""
         for _ in range(TRIES):
             for token, logprob in self._completion(sequence, layout):
                 if token >= layout.tokenizer.size:
@@ -137,29 +172,40 @@ class VllmServer:
                 sequence.values.append(0.0)
                 if layout.turn_is_over(sequence):
                     return
-        raise WrongReply(f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START)
+        raise WrongReply(
+            f"{self.link.url} cuts a turn of question {sequence.question.id} {TRIES} times", START, code="vllm-cut-turn"
+        )
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
-        """Tokens that go on from a sequence, with their log-probabilities."""
-        lengths = layout.lengths
-        room = min(lengths.max_new_tokens - len(sequence.turn), lengths.max_length - len(sequence.tokens))
-        asked = NEUTRAL | {
-            "model": self.name, "prompt": sequence.tokens, "max_tokens": max(1, room),
-            "seed": sequence.stream.getrandbits(62), "temperature": self.config.sampling.temperature,
-            "stop": list(layout.protocol.stop_strings), "stop_token_ids": [layout.tokenizer.stop_id],
-        }  # fmt: skip
-        return self.link.ask("/v1/completions", asked, "vLLM", self._tokens, UPDATE)
+        """Returns tokens that go on from a sequence, with their log-probabilities."""
+        turn_tokens = layout.lengths.max_new_tokens - len(sequence.turn)
+        episode_tokens = layout.lengths.max_length - len(sequence.tokens)
+        request = NEUTRAL | {
+            "model": self.name,
+            "prompt": sequence.tokens,
+            "max_tokens": max(1, min(turn_tokens, episode_tokens)),
+            "seed": sequence.stream.getrandbits(62),
+            "temperature": self.config.sampling.temperature,
+            "stop": list(layout.protocol.stop_strings),
+            "stop_token_ids": [layout.tokenizer.stop_id],
+        }
+        return self.link.ask("/v1/completions", request, server="vLLM", read=self._tokens, remedy=UPDATE)
 
     def _tokens(self, reply: Record) -> list[tuple[int, float]]:
-        """Token ids with their log-probabilities. Those of padding rows of the embedding are left to `_turn`."""
-        if (model := reply.text("model")) != self.name:
-            raise InvalidRecord(f"the model is {shown(model)}, not {self.name}")
-        ids = whole_numbers(reply.records("choices", least=1)[0], "token_ids", IDS)
+        """Returns token ids with their log-probabilities; `_sample_turn` handles padding rows of the embedding."""
+        model = reply.text("model")
+        if model != self.name:
+            raise InvalidRecord(f"the model is {shown(model)}, not {self.name}", code="vllm-model-differs")
+        completion = reply.records("choices", minimum=1)[0]
+        ids = whole_numbers(completion, "token_ids", IDS)
         logprobs = _logprobs(reply)
         if len(ids) != len(logprobs):
-            raise InvalidRecord("token_ids and token_logprobs must have one number for each token")
+            raise InvalidRecord(
+                "token_ids and token_logprobs must have one number for each token", code="vllm-logprob-count"
+            )
         return list(zip(ids, logprobs, strict=True))
 
 
 def _logprobs(reply: Record) -> list[float]:
-    return log_probabilities(reply.records("choices", least=1)[0].record("logprobs"), "token_logprobs")
+    completion = reply.records("choices", minimum=1)[0]
+    return log_probabilities(completion.record("logprobs"), "token_logprobs")

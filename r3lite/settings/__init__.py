@@ -1,11 +1,15 @@
 """The settings of every command. The sections are in files by subject; all of them can be imported from here.
 
-Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it
-must be given. The classes below are the settings of the commands whose work is done in
-other rooms; the other commands put their sections together in their own file. The docstring of each is its `--help`.
+Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it must be
+given. The classes below are the settings of the commands whose work is done in other folders; the other commands put
+their sections together in their own file. The docstring of each is its `--help`.
 """
 
 import math
+from typing import ClassVar
+
+from r3lite.core.needs import NeedsOthers, names_of
+from r3lite.settings.conditions import loads_model
 
 from r3lite.settings.commands import (  # isort: skip
     AskSettings, CardSettings, CheckFormatSettings, CollectSettings, DoctorSettings, EvaluateSettings, ExportSettings,
@@ -26,7 +30,7 @@ from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule,
 
 
 class SamplingConfig(CommandConfig):
-    """What the settings of all commands have in common that load a model and sample episodes, greedily by default."""
+    """Holds the settings of all commands that load a model and sample episodes, by default greedily."""
 
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -60,11 +64,14 @@ class SftConfig(CommandConfig):
         return self.sft.batch_size * self.sft.gradient_accumulation
 
     def length(self, rows: int) -> tuple[int, int | None]:
-        """Optimizer steps of the run, and the number of rows after which it ends (None: --max-steps decides)."""
+        """Returns the optimizer steps of the run, and the number of rows after which it ends.
+
+        The latter is None if --max-steps decides.
+        """
         if self.schedule.max_steps is not None:
             return self.schedule.max_steps, None
-        last = math.ceil(self.schedule.epochs * rows)
-        return math.ceil(last / self.rows_per_step), last
+        total_rows = math.ceil(self.schedule.epochs * rows)
+        return math.ceil(total_rows / self.rows_per_step), total_rows
 
 
 class PpoConfig(CommandConfig):
@@ -98,7 +105,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Rounds of the run over this number of questions; None if it decides and is not known."""
+        """Returns the rounds of the run over this number of questions; None if it decides and is not known."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)
@@ -132,6 +139,34 @@ class CollectConfig(SamplingConfig):
     distributions of --model for existing trajectories.
     """
 
+    needs: ClassVar = (
+        NeedsOthers(
+            names_of(RetrievalSettings) + " max_hops exclude",
+            "a run without --teacher-logprobs",
+            lambda s: not s.teacher_logprobs,
+        ),
+        # --model, --dtype, --device and --seed may be the same in all commands.
+        NeedsOthers(
+            names_of(
+                ModelSettings,
+                MemorySettings,
+                SamplingSettings,
+                TruncationSettings,
+                but="model dtype device thinking",
+            )
+            + " end_at_idle_query",
+            "--source self or --teacher-logprobs",
+            loads_model,
+        ),
+        # Or documents are cut with its tokenizer, as an episode has them.
+        NeedsOthers(
+            "thinking max_new_tokens max_length",
+            "--source self, --teacher-logprobs or --baseline",
+            lambda s: loads_model(s) or s.baseline != "none",
+        ),
+        NeedsOthers("judge", "--source teacher", lambda s: s.source == "teacher"),
+    )
+
     data: NewQuestionSettings = NewQuestionSettings()
     collect: CollectSettings = CollectSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -148,6 +183,27 @@ class EvaluateConfig(SamplingConfig):
     docs/evaluation.md for the formulas.
     """
 
+    needs: ClassVar = (
+        NeedsOthers(
+            names_of(
+                DataSettings,
+                RetrievalSettings,
+                ProcedureSettings,
+                ProtocolSettings,
+                ModelSettings,
+                MemorySettings,
+                LengthSettings,
+                SamplingSettings,
+                TruncationSettings,
+                JudgeSettings,
+                but="model dtype device",
+            )
+            + " baseline bert_score",
+            "a run without --compare",
+            lambda s: not s.compare,
+        ),
+    )
+
     evaluate: EvaluateSettings = EvaluateSettings()
     data: DataSettings = DataSettings()
     procedures: ProcedureSettings = ProcedureSettings()
@@ -161,6 +217,10 @@ class AskConfig(SamplingConfig):
     the prompt it exits. Format, prompts, index and encoder are not read from the adapter's run: pass those that it was
     trained with.
     """
+
+    needs: ClassVar = (
+        NeedsOthers("rollout_batch_size", "a command that samples several episodes at a time", lambda s: False),
+    )
 
     ask: AskSettings = AskSettings()
     procedures: ProcedureSettings = ProcedureSettings()

@@ -1,10 +1,13 @@
 """Sections that only one command has."""
 
 import re
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
+from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
 from r3lite.settings.protocol import Format
 from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
@@ -31,6 +34,21 @@ class PrepareSettings(Section):
 class SftSettings(Section):
     """Supervised fine-tuning."""
 
+    needs: ClassVar = (
+        NeedsOthers(
+            "gradient_accumulation",
+            "a run without --no-lora; --batch-size is the rows of a step",
+            tunes_adapter,
+            harmful=True,  # with --no-lora each pass of a step changes the weights
+        ),
+        Needs("validation_rows", "--validation-fraction", lambda s: s.validation_fraction),
+        Needs(
+            "validate_every",
+            "--validation-fraction and --validation-rows",
+            lambda s: s.validation_fraction and s.validation_rows,
+        ),
+    )
+
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 2
     """maximum rows per backward pass, packed end to end"""
     gradient_accumulation: Annotated[int, Bounds(low=1, high=4096)] = 8
@@ -49,6 +67,25 @@ class SftSettings(Section):
 
 class CollectSettings(Section):
     """Trajectories."""
+
+    needs: ClassVar = (
+        NeedsOthers("", "a run without --teacher-logprobs", lambda s: not s.teacher_logprobs),
+        Needs("baseline", "--source gold", lambda s: s.source == "gold"),
+        NeedsOthers(
+            "demonstrations",
+            "--source gold without --baseline, and a --format other than dag and solution",
+            lambda s: s.source == "gold" and s.baseline == "none" and s.format not in ("dag", "solution"),
+        ),
+        NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
+        NeedsOthers(
+            "without_search",
+            "--source teacher, or --demonstrations sub-questions",
+            lambda s: s.source == "teacher" or follows_sub_questions(s),
+        ),
+        Needs("attempts", "--source teacher", lambda s: s.source == "teacher"),
+        Needs("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
+        Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
+    )
 
     source: Literal["gold", "teacher", "self"] = "gold"
     """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
@@ -79,6 +116,10 @@ class CollectSettings(Section):
 class TeacherCacheSettings(Section):
     """A teacher's log-probabilities."""
 
+    needs: ClassVar = (
+        Needs("teacher_top", "--teacher, or --teacher-logprobs in collect", lambda s: s.teacher_logprobs),
+    )
+
     teacher_logprobs: str | None = None
     """folder to write for `ppo --algorithm dgpo`: the token distributions of --model, with --adapter, along the
     trajectories in --data. Trajectories that are too long get shorter documents or are left out"""
@@ -94,9 +135,9 @@ BASELINES = {
 
 
 def with_baseline(name: str, settings: dict) -> str:
-    """The name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
-    known = BASELINES.get(str(settings.get("baseline")))
-    return f"{name} ({known})" if known else name
+    """Returns the name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
+    baseline = BASELINES.get(str(settings.get("baseline")))
+    return f"{name} ({baseline})" if baseline else name
 
 
 class EvaluateSettings(Section):
@@ -122,20 +163,30 @@ class EvaluateSettings(Section):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The evaluations of --compare, pair by pair; UsageError if its lists are not of one length."""
-        a, b = ([name.strip() for name in side.split(",") if name.strip()] for side in self.compare or ("", ""))
-        if len(a) != len(b):
-            what = f"--compare has lists of {len(a)} and {len(b)} evaluations"
-            raise UsageError(f"{what}; they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2")
-        pairs = list(zip(a, b))
+        """Returns the evaluations of --compare, pair by pair; raises UsageError if its lists are not of one length."""
+        first, second = map(_names_in, self.compare or ("", ""))
+        if len(first) != len(second):
+            problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"
+            example = "they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2"
+            raise UsageError(f"{problem}; {example}", code="template-unsupported")
+        pairs = list(zip(first, second))
         for pair in pairs:
             if pairs.count(pair) > 1:
-                raise UsageError(f"--compare has the pair {pair[0]} and {pair[1]} more than once")
+                raise UsageError(
+                    f"--compare has the pair {pair[0]} and {pair[1]} more than once", code="compare-pair-twice"
+                )
         return pairs
 
     def check(self) -> None:
         if self.compare and not self.pairs:
-            raise UsageError("--compare has no evaluation: pass two folders, or two lists of folders")
+            raise UsageError(
+                "--compare has no evaluation: pass two folders, or two lists of folders", code="compare-empty"
+            )
+
+
+def _names_in(text: str) -> list[str]:
+    """Returns the names of a list with commas, without blank ones."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 class TuningSettings(Section):
@@ -175,6 +226,15 @@ class AskSettings(Section):
 class ReportSettings(Section):
     """Report."""
 
+    needs: ClassVar = (
+        Needs(
+            "model",
+            "a file of trajectories or questions",
+            lambda s: any(not Path(run).is_dir() for run in s.runs or ()),
+        ),
+        Needs("watch", "a run folder", lambda s: any(not Path(run).is_file() for run in s.runs or ())),
+    )
+
     runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("pass one or more run folders")] = None
     """run folders, evaluation folders, folders that contain some, and files of trajectories or questions"""
     model: str | None = None
@@ -187,6 +247,12 @@ class ReportSettings(Section):
 
 class RetrieveSettings(Section):
     """Retrieve."""
+
+    needs: ClassVar = (
+        Needs("host port", "--serve", lambda s: s.serve),
+        Needs("query gap_report", "a run without --serve", lambda s: not s.serve),
+        Needs("gap_report", "--data, without --query", lambda s: not s.query),
+    )
 
     query: str | None = None
     """only print the documents found by this query, with scores; with --corpus or --index, --data is not needed"""
@@ -204,6 +270,8 @@ class RetrieveSettings(Section):
 class CheckFormatSettings(Section):
     """Format check."""
 
+    needs: ClassVar = (Needs("step", "--turn", lambda s: s.turn),)
+
     turn: str | None = None
     """text file with one turn of the model, to parse; default: write and parse a sample episode"""
     step: Annotated[int, Bounds(low=1, high=3)] = 1
@@ -217,6 +285,15 @@ class ExportSettings(Section):
         "adapter": {ANY: {"worked_example": False}},
         "average": {ANY: {"form": "adapter", "weights": "fp32", "worked_example": False}},
     }
+    needs: ClassVar = (
+        Needs("questions", "--prompts above 0", lambda s: s.prompts),
+        Needs(
+            "max_shard_size",
+            "--form folder, and --weights other than nf4",
+            lambda s: s.form == "folder" and s.weights != "nf4",
+        ),
+        Needs("push_as yes", "--push", lambda s: s.push),
+    )
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """base model: folder, GGUF file, hub id, or tiny"""
@@ -251,29 +328,49 @@ class ExportSettings(Section):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """That of --adapter, or those of --average; none if the base is exported."""
+        """Returns the adapters of --average, or that of --adapter; none if the base is exported."""
         if self.average is not None:
             return self.average
-        return () if self.adapter is None else (self.adapter,)
+        if self.adapter is not None:
+            return (self.adapter,)
+        return ()
 
     def check(self) -> None:
         if self.average is not None and self.adapter is not None:
-            raise UsageError("--adapter and --average are both given: pass one")
+            raise UsageError("--adapter and --average are both given: pass one", code="adapter-and-average")
         if self.average is not None and len(self.average) < 2:
-            raise UsageError("--average has one adapter only: pass two or more, separated by commas")
+            raise UsageError(
+                "--average has one adapter only: pass two or more, separated by commas", code="average-of-one"
+            )
         if not self.adapters and self.form.endswith("adapter"):
-            raise UsageError(f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder")
+            raise UsageError(
+                f"--adapter is missing: --form {self.form} exports an adapter; pass a run folder",
+                code="adapter-missing",
+            )
         if self.form != "gguf" and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4")
+            raise UsageError(
+                "--weights q8_0 needs --form gguf; others take fp32, bf16 or fp16, folder also nf4",
+                code="weights-q8-form",
+            )
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError("--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0")
+            raise UsageError(
+                "--weights nf4 needs --form folder; others take fp32, bf16 or fp16, gguf also q8_0",
+                code="weights-nf4-form",
+            )
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
-            raise UsageError(f"--push {self.push} is not a repository name; write it as OWNER/NAME")
+            raise UsageError(
+                f"--push {self.push} is not a repository name; write it as OWNER/NAME", code="repository-name"
+            )
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 
 class ProcedureFileSettings(EncoderSettings):
     """Procedures and encoder."""
+
+    needs: ClassVar = (
+        Needs("encoder encoder_style encoder_dtype", "--match", lambda s: s.match),
+        *EncoderSettings.needs,
+    )
 
     add: str | None = None
     """JSON file with one procedure or a list of them, to add to the file --procedures"""
@@ -290,6 +387,8 @@ class PlanSettings(Section):
 
 class CardSettings(Section):
     """Card."""
+
+    needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 
     card: str | None = None
     """plan for another card, by name, such as "RTX 3050 Laptop"; an unknown name lists the known ones"""

@@ -1,17 +1,28 @@
-"""Settings that every command has, and how addresses and amounts of memory are read."""
+"""Settings that every command has, and how weights and amounts of memory are read."""
 
 import math
 import re
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
 
-from r3lite.core.config import Bounds, Free, Frozen, Section, UsageError
+from r3lite.core.config import Bounds, Free, Frozen, Origin, Section, UsageError, sections
+from r3lite.core.needs import NeedsOthers, check_used
+from r3lite.settings.conditions import writes_file
 
-UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
+# Bytes.
+UNITS = {
+    "GIB": 1 << 30,
+    "MIB": 1 << 20,
+    "GB": 10**9,
+    "MB": 10**6,
+}
 
 
 class Common(Section):
     """General."""
+
+    needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
 
     # Free, as its values have become those of the other settings.
     preset: Free[str] = "laptop-4gb"
@@ -26,50 +37,53 @@ class Common(Section):
     """print the resolved settings and exit"""
 
 
+class CommandConfig(Frozen):
+    """Holds what the settings of all commands begin with."""
+
+    needs: ClassVar[tuple[NeedsOthers, ...]] = ()  # of settings that the command shares with others
+
+    common: Common = Common()
+    # Where each setting stood that the user has set to something else than the preset; `resolve` fills it.
+    set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
+
+    def check_settings(self, command: str) -> None:
+        """Raises UsageError if settings contradict each other, or if one that the user has set would have no effect.
+
+        `command` is the name of the command's table in a TOML file.
+        """
+        for section in sections(self).values():
+            section.check()
+        check_used(command, self)
+
+
 class Weighted(dict):
     """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML."""
 
-    def __init__(self, given: Any, key: str):
+    def __init__(self, entry: Any, key: str):
         """`key` is that of the name in the table."""
-        if isinstance(given, str):
-            name, equals, weight = given.rpartition("=")
-            given = {key: name.strip(), "weight": float(weight)} if equals else {key: given}
-        super().__init__({key: "", "weight": 1.0} | dict(given))
+        if isinstance(entry, str):
+            name, equals, weight = entry.rpartition("=")
+            if equals:
+                entry = {key: name.strip(), "weight": float(weight)}
+            else:
+                entry = {key: entry}
+        super().__init__({key: "", "weight": 1.0} | dict(entry))
 
     def __repr__(self) -> str:
-        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
-
-
-class CommandConfig(Frozen):
-    """What the settings of all commands begin with."""
-
-    common: Common = Common()
-
-
-def check_address(setting: str, address: str, example: str) -> None:
-    """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
-
-    def wrong(problem: str) -> UsageError:
-        return UsageError(f"{setting} {problem}; pass one such as {example}")
-
-    try:
-        parts = urlsplit(address)
-        host, _ = parts.hostname, parts.port
-    except ValueError:  # a bad IPv6 address or port
-        raise wrong("is not an address") from None
-    if parts.username is not None or parts.password is not None:
-        raise wrong("contains a user or password, which would be written to files and messages")
-    if parts.query or parts.fragment:
-        raise wrong("contains a query or fragment, which would be written to files and messages")
-    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        raise wrong("is not an http or https address")
+        text = f"{self['name']}={self['weight']:g}"
+        parameters = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        if parameters:
+            text += f" ({', '.join(parameters)})"
+        return text
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
-    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
-    amount = re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", ""))
-    size = float(amount[1]) * UNITS[amount[2]] if amount else 0.0
+    """Returns the bytes of a budget such as 4GiB, 1300MiB or 3.5 GB; UsageError names the setting."""
+    size = 0.0
+    if amount := re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", "")):
+        size = float(amount[1]) * UNITS[amount[2]]
     if not 0 < size < math.inf:
-        raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")
+        raise UsageError(
+            f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB", code="bad-memory-size"
+        )
     return int(size)

@@ -57,27 +57,38 @@ class SourceEntry(Weighted):
     are given.
     """
 
-    def __init__(self, given: Any):
-        super().__init__(given, "file")
+    def __init__(self, entry: Any):
+        super().__init__(entry, "file")
         if unknown := [key for key in self if key not in KEYS]:
             source = self.get("name") or self.get("file") or "without a file"
-            raise UsageError(f"the source {source} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
+            raise UsageError(
+                f"the source {source} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}", code="source-key-unknown"
+            )
         file = self.get("file")
         if not isinstance(file, str) or not file.strip() or "\0" in file:
-            raise UsageError(f"a source has no file: {given}")
-        self.setdefault("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
-        name, weight, kind = self["name"], self["weight"], self.get("type")
+            raise UsageError(f"a source has no file: {entry}", code="source-without-file")
+        name_of_file = re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")
+        name = self.setdefault("name", name_of_file[:64] or "data")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
-            raise UsageError(f"the source of {file} is named {name!r}; a name has letters, digits, - and _")
+            raise UsageError(
+                f"the source of {file} is named {name!r}; a name has letters, digits, - and _", code="source-name"
+            )
+        weight = self["weight"]
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
-            raise UsageError(f"the source {name} has the weight {weight!r}; it must be a number above 0")
+            raise UsageError(
+                f"the source {name} has the weight {weight!r}; it must be a number above 0", code="source-weight"
+            )
         for key, choices in (("type", TYPES), ("format", FORMATS)):
             value = self.get(key, choices[0])
             if value not in choices:
-                known = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
-                raise UsageError(f"the source {name} has the {key} {value!r}; {known}")
+                remedy = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
+                raise UsageError(f"the source {name} has the {key} {value!r}; {remedy}", code="source-value-unknown")
+        kind = self.get("type")
         if "format" in self and kind not in (None, "qa"):
-            raise UsageError(f"the source {name} is of type {kind}, which has no steps: remove its format")
+            raise UsageError(
+                f"the source {name} is of type {kind}, which has no steps: remove its format",
+                code="source-without-steps",
+            )
 
 
 class SourceSettings(Section):
@@ -90,4 +101,4 @@ class SourceSettings(Section):
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.sources or ()).items():
             if times > 1:
-                raise UsageError(f"{times} sources are named {name}: give each another name")
+                raise UsageError(f"{times} sources are named {name}: give each another name", code="source-name-twice")

@@ -1,16 +1,29 @@
 """Settings of the model that judges answers and steps, teaches, or criticizes prompts."""
 
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
-from r3lite.settings.common import check_address
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import check_address
+from r3lite.settings.conditions import judges
 
 GEMINI = "gemini-3.5-flash-lite"
 
 
 class JudgeSettings(Section):
     """Judge."""
+
+    needs: ClassVar = (
+        NeedsOthers("", "--judge, or --source teacher in collect", judges, but="judge"),
+        Needs("judge_quantize judge_max_length", "--judge local", lambda s: s.judge == "local"),
+        Needs(
+            "judge_base_url judge_rpm judge_concurrency judge_timeout judge_retries judge_thinking judge_max_cost "
+            "judge_input_price judge_output_price",
+            "--judge gemini or openai",
+            lambda s: s.judge != "local",
+        ),
+    )
 
     judge: Literal["none", "gemini", "openai", "local"] = "none"
     """model that judges answers and steps; gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: OpenAI with the key
@@ -54,9 +67,14 @@ class JudgeSettings(Section):
 
     def check(self) -> None:
         if self.judge == "openai" and self.judge_model == GEMINI:
-            raise UsageError("--judge-model is missing: --judge openai needs the name of the server's model")
+            raise UsageError(
+                "--judge-model is missing: --judge openai needs the name of the server's model",
+                code="judge-model-missing",
+            )
         if self.judge != "local" and not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
-            raise UsageError(f"--judge-model is {self.judge_model!r}, which is not a valid name")
+            raise UsageError(
+                f"--judge-model is {self.judge_model!r}, which is not a valid name", code="judge-model-name"
+            )
 
     def __post_init__(self):
         if self.judge_base_url is not None:

@@ -2,34 +2,47 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Fraction, Section
 from r3lite.core.errors import UsageError, nearest
-from r3lite.settings.common import budget_bytes, check_address
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import SERVICES, check_address, collection_server
+from r3lite.settings.common import budget_bytes
+from r3lite.settings.conditions import (
+    chooses_procedure,
+    describes_procedures,
+    has_network,
+    has_steps,
+    reads_paragraphs,
+    retrieves,
+    searches,
+    searches_by_graph,
+)
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 CONDITION = re.compile(r"([\w.-]+)\s*(>=|<=|!=|=|>|<)\s*([^\s=<>].*)")  # of --filter
-SERVICES = ("exa", "duckduckgo")  # that search the web
-
-
-def collection_server(address: str) -> str | None:
-    """The HTTP address behind a Qdrant collection's, qdrant://... or qdrant+https://...; None if it is not one."""
-    for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):
-        if address.startswith(scheme):
-            return http + address.removeprefix(scheme)
-    return None
 
 
 def source_and_place(entry: str) -> tuple[str, str]:
-    """The kind of source and the place of its retriever in an entry of --source-index."""
+    """Returns the kind of source and the place of its retriever in an entry of --source-index."""
     source, _, place = entry.partition("=")
     return source.strip(), place.strip()
 
 
 class EncoderSettings(Section):
     """Encoder."""
+
+    needs: ClassVar = (
+        NeedsOthers("encoder_style", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers(
+            "encoder_dtype",
+            "a retriever that uses an --encoder other than hashing, or a local --rerank",
+            lambda s: has_network(s) or (s.rerank and "://" not in s.rerank),
+        ),
+    )
 
     encoder: str = "intfloat/e5-base-v2"
     """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
@@ -45,6 +58,43 @@ class EncoderSettings(Section):
 
 class RetrievalSettings(EncoderSettings):
     """Retrieval."""
+
+    # --encoder and --top-k may stay while retrievers and baselines are compared.
+    needs: ClassVar = (
+        *EncoderSettings.needs,
+        NeedsOthers(
+            "retriever",
+            "a --format and a --baseline that retrieve documents",
+            lambda s: s.retriever == "none" or (retrieves(s) and s.baseline != "gold"),
+        ),
+        NeedsOthers(
+            "",
+            "a --retriever other than golden and none, and a --format and a --baseline that search",
+            searches,
+            but="retriever top_k noise_rate encoder encoder_style encoder_dtype",
+        ),
+        NeedsOthers(
+            "noise_rate",
+            "the paragraphs of the questions, without --corpus, --index, a server or the web",
+            reads_paragraphs,
+        ),
+        NeedsOthers("query_cache", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers("source_index", "--format dag or --search-graph", searches_by_graph),
+        Needs("context corpus index filter", "a --retriever that searches local passages", lambda s: s.has_passages),
+        Needs("corpus index filter source_index", "--context corpus", lambda s: s.context != "question"),
+        Needs("fusion", "--retriever hybrid", lambda s: s.retriever == "hybrid"),
+        Needs(
+            "lexical_weight",
+            "--retriever hybrid --fusion weighted",
+            lambda s: s.retriever == "hybrid" and s.fusion == "weighted",
+        ),
+        Needs(
+            "web_results web_rpm web_cache web_replay",
+            "web search: exa or duckduckgo",
+            lambda s: s.is_web or any(settings.is_web for settings in s.of_sources.values()),
+        ),
+        Needs("query_cache_mib", "--query-cache", lambda s: s.query_cache),
+    )
 
     retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
@@ -89,64 +139,98 @@ class RetrievalSettings(EncoderSettings):
 
     @property
     def from_questions(self) -> bool:
-        """Whether documents come from the paragraphs of the questions and not from a corpus of their own."""
-        return self.retriever == "golden" or not (self.corpus or self.index or self.is_remote or self.is_web)
+        """Tells whether documents come from the paragraphs of the questions and not from a corpus of their own."""
+        if self.retriever == "golden":
+            return True
+        return self.has_passages and not (self.corpus or self.index)
 
     @property
     def is_remote(self) -> bool:
-        """Whether documents come from a server."""
+        """Tells whether documents come from a server."""
         return "://" in self.retriever
 
     @property
     def is_web(self) -> bool:
-        """Whether documents come from a search of the web."""
+        """Tells whether documents come from a search of the web."""
         return self.retriever in SERVICES
 
     @property
+    def has_passages(self) -> bool:
+        """Tells whether the passages that are searched are here, and not on a server or the web."""
+        return not (self.is_remote or self.is_web)
+
+    @property
     def is_collection(self) -> bool:
-        """Whether documents come from a Qdrant collection, for whose queries there is an encoder here."""
+        """Tells whether documents come from a Qdrant collection, for whose queries there is an encoder here."""
         return collection_server(self.retriever) is not None
 
     @property
     def of_sources(self) -> "dict[str, RetrievalSettings]":
-        """The settings of the retriever of each kind of source that has one of its own."""
-        own: dict[str, RetrievalSettings] = {}
-        shared = ("corpus", "index", "source_index", "noise_rate", "query_cache")  # the last: that of all is used
-        for name, place in map(source_and_place, self.source_index or ()):
-            named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}
-            if "index" in named and (self.is_remote or self.is_web):
-                named["retriever"] = "semantic"
-            own[name] = replace(self, **dict.fromkeys(shared) | named)
-        return own
+        """Returns the settings of the retriever of each kind of source that --source-index names."""
+        by_source: dict[str, RetrievalSettings] = {}
+        for source, place in map(source_and_place, self.source_index or ()):
+            # Without a query cache, too: the one that this section names is used by all.
+            unset = ("corpus", "index", "source_index", "noise_rate", "query_cache")
+            changes: dict[str, str | None] = dict.fromkeys(unset)
+            if "://" in place or place in SERVICES:
+                changes["retriever"] = place
+            else:
+                changes["index"] = place
+                if not self.has_passages:
+                    changes["retriever"] = "semantic"
+            by_source[source] = replace(self, **changes)
+        return by_source
 
     def check(self) -> None:
-        for entry in self.source_index or ():
-            name, place = source_and_place(entry)
-            if name not in SOURCES or not place:
-                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}")
-        if len(self.of_sources) < len(self.source_index or ()):
-            raise UsageError("--source-index has a kind of source twice")
-        for settings in self.of_sources.values():
-            settings.check()
-        if self.is_remote:
-            example = "http://host:8000/retrieve or qdrant://host:6333/collection"
-            check_address("the address of --retriever", collection_server(self.retriever) or self.retriever, example)
-            if self.is_collection and self.encoder == "hashing":
-                raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT")
-        elif self.is_web and self.top_k > self.web_results:
-            raise UsageError(f"--top-k is {self.top_k}; it must be at most --web-results, {self.web_results}")
-        elif self.retriever not in (names := (*RETRIEVERS, *SERVICES)):
-            known = f"choose from {', '.join(names)}, or pass the address of a server"
-            raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
+        self._check_sources()
+        self._check_retriever()
         for text in self.filter or ():
             if not CONDITION.fullmatch(text.strip()):
-                raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
+                raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes", code="filter-form")
         if self.rerank and "://" in self.rerank:
             check_address("the address of --rerank", self.rerank, "http://host:8000/rerank")
+
+    def _check_sources(self) -> None:
+        entries = self.source_index or ()
+        for entry in entries:
+            source, place = source_and_place(entry)
+            if source not in SOURCES or not place:
+                raise UsageError(
+                    f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}",
+                    code="source-index-form",
+                )
+        if len(self.of_sources) < len(entries):
+            raise UsageError("--source-index has a kind of source twice", code="source-index-twice")
+        for settings in self.of_sources.values():
+            settings.check()
+
+    def _check_retriever(self) -> None:
+        names = (*RETRIEVERS, *SERVICES)
+        if self.is_remote:
+            address = collection_server(self.retriever) or self.retriever
+            example = "http://host:8000/retrieve or qdrant://host:6333/collection"
+            check_address("the address of --retriever", address, example)
+            if self.is_collection and self.encoder == "hashing":
+                raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT", code="hashing-with-qdrant")
+        elif self.is_web and self.top_k > self.web_results:
+            raise UsageError(
+                f"--top-k is {self.top_k}; it must be at most --web-results, {self.web_results}", code="web-top-k"
+            )
+        elif self.retriever not in names:
+            remedy = f"choose from {', '.join(names)}, or pass the address of a server"
+            raise UsageError(
+                f"retriever is {self.retriever!r}; {remedy}{nearest(self.retriever, names)}", code="unknown-retriever"
+            )
 
 
 class ProcedureSettings(Section):
     """Procedures."""
+
+    needs: ClassVar = (
+        NeedsOthers("procedures_by", "--procedures", chooses_procedure),
+        NeedsOthers("procedures_floor", "--procedures with --procedures-by both", describes_procedures),
+        NeedsOthers("", "a --baseline with steps", has_steps),
+    )
 
     procedures: str | None = None
     """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
@@ -159,6 +243,17 @@ class ProcedureSettings(Section):
 
 class IndexSettings(EncoderSettings):
     """Index."""
+
+    needs: ClassVar = (
+        *EncoderSettings.needs,
+        NeedsOthers(
+            "index_type memory_budget",
+            "a new index in a folder, without --add and --delete",
+            lambda s: not (s.add or s.delete or collection_server(s.output or "")),
+        ),
+        Needs("batch_size", "an --encoder other than hashing", lambda s: s.encoder != "hashing"),
+        Needs("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.corpus or s.add),
+    )
 
     documents: str | None = None
     """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""
@@ -183,20 +278,28 @@ class IndexSettings(EncoderSettings):
 
     @property
     def edits(self) -> bool:
-        """Whether an index is changed and none is built."""
+        """Tells whether an index is changed and none is built."""
         return bool(self.add or self.delete)
 
     def check(self) -> None:
         if self.documents and self.corpus:
-            raise UsageError("--documents and --corpus cannot be combined: remove one")
+            raise UsageError("--documents and --corpus cannot be combined: remove one", code="documents-and-corpus")
         if self.edits and (self.documents or self.corpus):
-            given = "--documents" if self.documents else "--corpus"
-            raise UsageError(f"--add and --delete edit an existing index: remove {given}")
+            surplus = "--documents" if self.documents else "--corpus"
+            raise UsageError(f"--add and --delete edit an existing index: remove {surplus}", code="edit-with-build")
         budget_bytes(self.memory_budget, "--memory-budget")
 
 
 class DocumentSettings(Section):
     """How --documents become passages."""
+
+    needs: ClassVar = (
+        NeedsOthers(
+            "",
+            "--documents, or a folder in --add; JSONL passages are not split",
+            lambda s: s.documents or (s.add and Path(s.add).is_dir()),
+        ),
+    )
 
     chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
     """maximum tokens of a passage with its title; a token is a punctuation mark or up to 5 letters of a word"""
@@ -207,4 +310,7 @@ class DocumentSettings(Section):
 
     def check(self) -> None:
         if self.chunk_overlap > self.chunk_tokens // 2:
-            raise UsageError(f"--chunk-overlap is {self.chunk_overlap}; it must be at most half of --chunk-tokens")
+            raise UsageError(
+                f"--chunk-overlap is {self.chunk_overlap}; it must be at most half of --chunk-tokens",
+                code="chunk-overlap",
+            )

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
+from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import Weighted
+from r3lite.settings.conditions import has_queries, retrieves
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 FIRST_WEIGHT = "first_weight"
@@ -19,23 +21,45 @@ class RewardEntry(Weighted):
     parameters under their own names. Which rewards there are and what they take, `rewards/registry.py` knows.
     """
 
-    def __init__(self, given: Any):
-        super().__init__(given, "name")
-        values = [x for value in self.values() for x in (value if isinstance(value, list) else [value])]
-        weights = [self["weight"], self.get(FIRST_WEIGHT, 0.0)]
-        if any(type(weight) not in (int, float) for weight in weights) or not all(map(_is_plain, values)):
-            raise ValueError
+    def __init__(self, entry: Any):
+        super().__init__(entry, "name")
+        for weight in (self["weight"], self.get(FIRST_WEIGHT, 0.0)):
+            if type(weight) not in (int, float):
+                raise ValueError
+        for value in self.values():
+            parts = value if isinstance(value, list) else [value]
+            if not all(map(_is_plain, parts)):
+                raise ValueError
         if not isinstance(self["name"], str) or not NAME.fullmatch(self["name"]):
             raise ValueError
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is text, true or false, or a finite number."""
-    return isinstance(value, str) or (isinstance(value, (int, float)) and abs(value) <= MOST)
+    """Tells whether a value is text, true or false, or a number that is not too large."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, (int, float)) and abs(value) <= MOST
 
 
 class RewardSettings(Section):
     """Rewards."""
+
+    needs: ClassVar = (
+        # No answer would be rewarded.
+        NeedsOthers("least_searches", "a --format that searches", has_queries, harmful=True),
+        NeedsOthers("search_bonus idle_query_penalty process_judge", "a --format that searches", has_queries),
+        NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", retrieves),
+        Needs(
+            "gamma_correct gamma_incorrect gamma_fail",
+            "--process-recall or --process-judge",
+            lambda s: s.process_recall or s.process_judge,
+        ),
+        Needs(
+            "curriculum_rounds curriculum_switch",
+            "a reward with a first_weight in --rewards",
+            lambda s: any(FIRST_WEIGHT in entry for entry in s.rewards or ()),
+        ),
+    )
 
     outcome_em: NonNegative = 1.0
     """reward at the end for an exact match"""
@@ -72,4 +96,4 @@ class RewardSettings(Section):
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.rewards or ()).items():
             if times > 1:
-                raise UsageError(f"--rewards has {name} {times} times; give it one weight")
+                raise UsageError(f"--rewards has {name} {times} times; give it one weight", code="reward-twice")

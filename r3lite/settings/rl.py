@@ -4,6 +4,8 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.conditions import retrieves
 
 Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
@@ -40,6 +42,13 @@ class RLSettings(Section):
     """Reinforcement learning."""
 
     implied: ClassVar = {"algorithm": PAPERS, "learn": {"answer": EXACT_MATCH_ALONE}}
+    needs: ClassVar = (
+        NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", retrieves),
+        Needs("kl_estimator kl_target", "--kl-beta above 0", lambda s: s.kl_beta),
+        Needs("overlong_cache", "--overlong-penalty", lambda s: s.overlong_penalty),
+        Needs("teacher_adapter teacher_quantize", "--teacher", lambda s: s.teacher),
+        Needs("teacher_top", "--teacher, or --teacher-logprobs in collect", lambda s: s.teacher),
+    )
 
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without grpo's
@@ -147,9 +156,9 @@ class RLSettings(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the episodes of a round are compared with the reference adapter."""
+        """Tells whether the episodes of a round are compared with the reference adapter."""
         return self.kl_beta > 0 or self.kl_budget is not None
 
     def questions_at(self, share: float) -> int:
-        """The number of a round's questions that a share is, rounded up."""
+        """Returns the number of a round's questions that a share is, rounded up."""
         return math.ceil(share * self.batch_size)

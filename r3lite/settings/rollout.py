@@ -3,7 +3,9 @@
 from typing import Annotated, ClassVar
 
 from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
-from r3lite.settings.common import check_address
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import check_address
+from r3lite.settings.conditions import has_queries, retrieves
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
@@ -11,12 +13,21 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def is_greedy(temperature: float) -> bool:
-    """Whether the likeliest token is taken, instead of a draw."""
+    """Tells whether the likeliest token is taken, instead of a draw."""
     return temperature < LEAST_TEMPERATURE
 
 
 class LengthSettings(Section):
     """Limits of an episode."""
+
+    needs: ClassVar = (
+        NeedsOthers(
+            "max_hops end_at_idle_query",
+            "a --format and a --baseline in which the model writes queries",
+            has_queries,
+        ),
+        NeedsOthers("max_document_tokens", "retrieved documents", retrieves),
+    )
 
     max_hops: Annotated[int, Bounds(low=1, high=100), Alias("num_hops")] = 5
     """maximum retrievals in an episode; then the model must answer"""
@@ -31,13 +42,16 @@ class LengthSettings(Section):
 
     @property
     def most_turns(self) -> int:
-        """The most turns of the model in an episode: one before each retrieval, one more that asks or reaches its token
-        limit, and that of the answer which is then forced (`Layout.close_turn`)."""
+        """Returns the most turns of the model in an episode.
+
+        They are one before each retrieval, one more that asks or reaches its token limit, and that of the answer which
+        is then forced (`Layout.close_turn`).
+        """
         return self.max_hops + 2
 
     @property
     def most_sampled(self) -> int:
-        """The most tokens that the model can write in an episode."""
+        """Returns the most tokens that the model can write in an episode."""
         return min(self.most_turns * self.max_new_tokens, self.max_length)
 
 
@@ -53,6 +67,14 @@ class SamplingSettings(Section):
 class TruncationSettings(Section):
     """Truncated sampling."""
 
+    needs: ClassVar = (
+        NeedsOthers(
+            "top_k_sampling top_p",
+            "a --temperature above 0",
+            lambda s: s.command == "serve" or not is_greedy(s.temperature or 0),
+        ),
+    )
+
     top_k_sampling: Whole = 0
     """sample from the k most likely tokens only; 0: from all"""
     top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
@@ -63,6 +85,7 @@ class RemoteSettings(Section):
     """Rollouts on other machines."""
 
     implied: ClassVar = {"rollout_server": {ANY: {"old_logprobs": "trainer", "importance_cap": 2.0}}}
+    needs: ClassVar = (Needs("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),)
 
     rollout_server: Free[tuple[str, ...] | None] = None
     """comma-separated addresses of `python -m r3lite.rollout_worker` or vLLM servers that sample the episodes. They

@@ -4,6 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.conditions import searches
 
 
 class ListenSettings(Section):
@@ -17,7 +19,7 @@ class ListenSettings(Section):
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Tells whether only this machine can reach the server."""
         return is_loopback(self.host)
 
 
@@ -31,13 +33,19 @@ class ServerSettings(ListenSettings):
 
     def check(self) -> None:
         if "*" in (self.cors_origins or ()):
-            raise UsageError("--cors-origins is *, which lets any web page call the API: list the origins")
+            raise UsageError(
+                "--cors-origins is *, which lets any web page call the API: list the origins", code="cors-any-origin"
+            )
 
 
 class ModeSettings(Section):
     """Modes."""
 
     implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
+    needs: ClassVar = (
+        NeedsOthers("retrieving_modes search_adapter", "a --format and a --retriever that search", searches),
+        Needs("memory_modes conversations memory_kib", "--memory-turns above 0", lambda s: s.memory_turns),
+    )
 
     adapters: tuple[str, ...] | None = None
     """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name; `base` is the bare model"""

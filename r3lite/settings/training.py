@@ -5,6 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.conditions import tunes_adapter
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]
@@ -14,6 +16,8 @@ ENDS = {"cosine": 0.1, "linear": 0.0, "constant": 1.0}
 
 class Schedule(Section):
     """Length of the run, checkpoints and resuming."""
+
+    needs: ClassVar = (Needs("epochs", "a run without --max-steps", lambda s: s.max_steps is None),)
 
     max_steps: Count | None = None
     """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
@@ -32,6 +36,8 @@ class Schedule(Section):
 class TrackSettings(Section):
     """Tracking."""
 
+    needs: ClassVar = (Needs("track_project track_name", "--track wandb", lambda s: s.track == "wandb"),)
+
     track: Free[Literal["none", "tensorboard", "wandb"]] = "none"
     """also log to TensorBoard in the run folder, or to Weights & Biases, which needs WANDB_API_KEY (extra track)"""
     track_project: Free[str] = "r3lite"
@@ -44,13 +50,18 @@ class TrackSettings(Section):
 
     def check(self) -> None:
         if self.track != "none" and importlib.util.find_spec(self.track) is None:
-            raise R3LiteError(f"--track {self.track} needs the package {self.track}", "pip install 'r3lite[track]'")
+            raise R3LiteError(
+                f"--track {self.track} needs the package {self.track}",
+                "pip install 'r3lite[track]'",
+                code="package-missing",
+            )
 
 
 class OptimizerSettings(Section):
     """Optimizer."""
 
     implied: ClassVar = {"learning_rate_schedule": {name: {"min_learning_rate": end} for name, end in ENDS.items()}}
+    needs: ClassVar = (NeedsOthers("lora_plus_ratio", "a run without --no-lora", tunes_adapter),)
 
     learning_rate: Positive = 2e-4
     """peak learning rate of AdamW"""
@@ -69,14 +80,20 @@ class OptimizerSettings(Section):
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
-            least = self.min_learning_rate
-            raise UsageError(f"--min-learning-rate is {least}, but a constant rate does not fall: remove one")
+            end = self.min_learning_rate
+            raise UsageError(
+                f"--min-learning-rate is {end}, but a constant rate does not fall: remove one", code="constant-rate"
+            )
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
-            raise UsageError("--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one")
+            raise UsageError(
+                "--min-learning-rate is 1, but a linear schedule must fall: pass a smaller one", code="linear-rate"
+            )
 
 
 class ValidationSettings(Section):
     """Validation during training."""
+
+    needs: ClassVar = (Needs("eval_every eval_questions eval_seed", "--eval-data", lambda s: s.eval_data),)
 
     eval_data: str | None = None
     """question file, or name,subset,split, for validation in training; adapter/ is the checkpoint with the best F1"""
@@ -90,6 +107,18 @@ class ValidationSettings(Section):
 
 class GuardSettings(Section):
     """Collapse guard (docs/collapse.md): changes since the first rounds, of 32 episodes; none disables a limit."""
+
+    needs: ClassVar = (
+        NeedsOthers("guard_kl_factor", "--kl-beta above 0", lambda s: s.kl_beta),
+        NeedsOthers("guard_kl", "--kl-beta above 0, or --kl-budget", lambda s: s.kl_beta or s.kl_budget),
+        NeedsOthers("guard_validations guard_f1_drop", "--eval-data", lambda s: s.eval_data),
+        NeedsOthers(
+            "guard_rollbacks guard_rate_factor guard_kl_factor",
+            "--guard roll-back with --eval-data",
+            lambda s: s.guard == "roll-back" and s.eval_data,
+        ),
+        Needs("", "--guard roll-back or warn", lambda s: s.guard != "off", but="guard"),
+    )
 
     # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"

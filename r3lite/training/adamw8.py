@@ -97,7 +97,11 @@ class AdamW8(torch.optim.Optimizer):
         self.norms = []
         if not math.isfinite(norm):
             remedy = "Lower --learning-rate, or look for broken rows in --data, and continue with --resume auto."
-            raise NonFiniteGradients(f"gradients are not finite (norm {norm}); some weights were updated", remedy)
+            raise NonFiniteGradients(
+                f"gradients are not finite (norm {norm}); some weights were updated",
+                remedy,
+                code="gradients-not-finite-8bit",
+            )
         return norm
 
     def _fill(self, state: dict[str, Tensor], count: int) -> None:

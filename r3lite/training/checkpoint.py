@@ -146,7 +146,7 @@ def _check_files(folder: Path) -> None:
     manifest = read_record(folder / MANIFEST, REMEDY)
     format_number = manifest.whole("format")
     if format_number != FORMAT:
-        raise R3LiteError(f"format {format_number} instead of {FORMAT}")
+        raise R3LiteError(f"format {format_number} instead of {FORMAT}", code="checkpoint-format")
     files = manifest.record("files")
     required = [f"{group}.safetensors" for group in GROUPS]
     for name in [*required, STATE]:
@@ -157,7 +157,7 @@ def _check_files(folder: Path) -> None:
         path = folder / name
         is_same_size = path.stat().st_size == entry.whole("bytes")
         if not is_same_size or crc(path) != entry.whole("crc32"):
-            raise R3LiteError(f"{name} has changed since it was written")
+            raise R3LiteError(f"{name} has changed since it was written", code="checkpoint-file-changed")
 
 
 def _read_state(folder: Path) -> dict:
@@ -190,10 +190,10 @@ def read(folder: Path) -> Checkpoint:
     """Reads a checkpoint; raises R3LiteError unless it is valid."""
     problem = fault(folder)
     if problem is not None:
-        raise R3LiteError(f"{folder} is not a valid checkpoint: {problem}", REMEDY)
+        raise R3LiteError(f"{folder} is not a valid checkpoint: {problem}", REMEDY, code="checkpoint-invalid")
     files = read_record(folder / MANIFEST, REMEDY).record("files").values
     paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
-    with explained(SafetensorError, f"{folder} has unreadable tensors", REMEDY):
+    with explained(SafetensorError, f"{folder} has unreadable tensors", REMEDY, code="checkpoint-unreadable"):
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
     state = _read_state(folder)
     return Checkpoint(state["step"], tensors, state)
@@ -236,6 +236,11 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 def remove(folder: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
     # On Windows, while a program has one of its files open, it cannot.
-    with explained(OSError, f"{folder} cannot be removed", "Close the programs that use it, and run again."):
+    with explained(
+        OSError,
+        f"{folder} cannot be removed",
+        "Close the programs that use it, and run again.",
+        code="checkpoint-not-removed",
+    ):
         old = _set_aside(folder)
     shutil.rmtree(old, ignore_errors=True)

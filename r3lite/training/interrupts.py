@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from r3lite.core.command import Terminated
+from r3lite.core.exit_status import Terminated
 from r3lite.devices.precision import Precision
 from r3lite.devices.ranks import ALONE, Ranks
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from r3lite.core.command import Terminated
 from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
-from r3lite.core.spans import Spans, span
+from r3lite.core.exit_status import Terminated
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
@@ -47,7 +47,7 @@ def train(
     run: RunFolder,
     trainer: Trainer,
     oversight: Oversight | NoOversight = NO_OVERSIGHT,
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
 ) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
@@ -104,7 +104,7 @@ def train(
                     interrupted = interrupts.agree()
                     is_due = schedule.save_every > 0 and number % schedule.save_every == 0
                     if interrupted or must_save or is_due or number == last:
-                        with span(spans, "checkpoint"):
+                        with spans.span("checkpoint"):
                             save(number)
                 oversight.saved(number)
             interrupts.raise_pending()
@@ -181,7 +181,9 @@ def _take_step(
             state.rewind(snapshot)
             save(number - 1)
         if isinstance(error, NonFiniteGradients) and run.ranks.first:  # another rank may have run no row
-            raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
+            raise NonFiniteGradients(
+                f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy, code=error.code
+            ) from error
         raise
     seconds = time.perf_counter() - start
     state.num_tokens += tokens

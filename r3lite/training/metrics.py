@@ -161,7 +161,9 @@ class Clock:
 
 def writing(path: Path) -> contextlib.AbstractContextManager:
     """Returns a context whose OSErrors say that this file could not be written, such as on a full disk."""
-    return explained(OSError, f"{path} cannot be written", "Free disk space; continue with --resume auto.")
+    return explained(
+        OSError, f"{path} cannot be written", "Free disk space; continue with --resume auto.", code="metrics-unwritable"
+    )
 
 
 def _plain(value):

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
-from r3lite.core.command import changes, refuse_another_run
 from r3lite.core.config import flat
+from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values
@@ -113,11 +113,17 @@ class RunFolder:
         """Refuses the checkpoint `source` if its state is of another command or has other settings."""
         if state["command"] != self.command:
             cause = f"{source} is a checkpoint of {state['command']}, not of {self.command}"
-            raise R3LiteError(cause, "To start from its adapter, pass --adapter instead of --resume.")
+            raise R3LiteError(
+                cause,
+                "To start from its adapter, pass --adapter instead of --resume.",
+                code="checkpoint-of-other-command",
+            )
         changed = changes(state["settings"], self.config)
         if changed:
             remedy = f"Pass --config {source.parent / CONFIG}, or start a new run with --adapter."
-            raise R3LiteError(f"{source} cannot be resumed with other settings: {changed}", remedy)
+            raise R3LiteError(
+                f"{source} cannot be resumed with other settings: {changed}", remedy, code="resume-settings-differ"
+            )
 
     def _check_free(self, resume: str | None) -> None:
         """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""
@@ -128,7 +134,11 @@ class RunFolder:
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
             remedy = "Pass --resume auto to continue the run in it, or another --output."
-            raise R3LiteError(f"{self.output} exists and is not an empty folder: it holds {min(names)}", remedy)
+            raise R3LiteError(
+                f"{self.output} exists and is not an empty folder: it holds {min(names)}",
+                remedy,
+                code="output-not-empty",
+            )
 
     @property
     def resume_flags(self) -> str:
@@ -175,7 +185,7 @@ class RunFolder:
         base = loaded.state.get("base")  # None: of a version that did not keep it
         if base is not None and base != self.base:
             cause = f"the files of the base model {self.config.model.model} have changed since the run started"
-            raise R3LiteError(cause, "Restore them, or start a new run with --adapter.")
+            raise R3LiteError(cause, "Restore them, or start a new run with --adapter.", code="base-changed")
         state.restore(loaded)
         changed = state.differences(loaded.state["kept"])
         if changed:
@@ -214,7 +224,9 @@ class RunFolder:
 
     def _writing(self, file: str) -> contextlib.AbstractContextManager:
         remedy = "Check the disk space and the folder, then continue with --resume auto."
-        return explained((OSError, SafetensorError), f"{file} cannot be written in {self.output}", remedy)
+        return explained(
+            (OSError, SafetensorError), f"{file} cannot be written in {self.output}", remedy, code="run-unwritable"
+        )
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
         """Writes `adapter/` from the checkpoint of a step, or with None from the current weights; or `model/`."""
@@ -270,11 +282,15 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
         return None
     if resume == "auto":
         if output is None:
-            raise R3LiteError("--resume auto needs the run folder", "Pass --output FOLDER.")
+            raise R3LiteError(
+                "--resume auto needs the run folder", "Pass --output FOLDER.", code="resume-without-output"
+            )
         return Path(output)
     folder = Path(resume)
     if not folder.is_dir():
-        raise R3LiteError(f"--resume {resume}: no such folder", "Pass a run folder or a checkpoint in it.")
+        raise R3LiteError(
+            f"--resume {resume}: no such folder", "Pass a run folder or a checkpoint in it.", code="resume-absent"
+        )
     if _is_checkpoint(folder):
         return folder.parent
     return folder
@@ -289,5 +305,5 @@ def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:
     newest = checkpoint.newest_valid(run)
     if newest is None and (resume != "auto" or checkpoint.folders_by_step(run)):
         remedy = "Pass another run folder or checkpoint, or start a new run with another --output."
-        raise R3LiteError(f"{run} has no valid checkpoint", remedy)
+        raise R3LiteError(f"{run} has no valid checkpoint", remedy, code="no-valid-checkpoint")
     return newest

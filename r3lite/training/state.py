@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from r3lite.core.command import refuse_other_inputs
+from r3lite.core.earlier_output import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
@@ -114,7 +114,7 @@ class TrainState:
         self._check_weights(loaded.tensors["weights"])
         if state["data"] != self.data:
             remedy = "Resume with the first run's --data, tokenizer and prompts, or start a new run with --adapter."
-            raise R3LiteError("the data have changed since the run started", remedy)
+            raise R3LiteError("the data have changed since the run started", remedy, code="data-changed")
         parts = {}
         for name, part in state["kept"].items():
             parts[name] = dict(part)
@@ -135,7 +135,11 @@ class TrainState:
         if different:
             count = len(different)
             cause = f"the checkpoint and this run have different weights: {count} differ, such as {min(different)}"
-            raise R3LiteError(cause, "Resume with the first run's --model, --adapter and LoRA settings.")
+            raise R3LiteError(
+                cause,
+                "Resume with the first run's --model, --adapter and LoRA settings.",
+                code="checkpoint-weights-differ",
+            )
 
     def go_back(self, loaded: Checkpoint) -> None:
         """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
@@ -149,7 +153,11 @@ class TrainState:
             if name in OPTIONAL and name not in states:
                 continue
             if name not in states:
-                raise R3LiteError(f"the checkpoint has no state of {name}", "Start a new run with --adapter.")
+                raise R3LiteError(
+                    f"the checkpoint has no state of {name}",
+                    "Start a new run with --adapter.",
+                    code="checkpoint-state-absent",
+                )
             part.load_state_dict(states[name])
 
     def differences(self, states: dict[str, dict]) -> list[str]:

@@ -84,7 +84,7 @@ def _wandb(
         if done:
             run_id = saved_id
     remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or remove --track."
-    with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy):
+    with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy, code="wandb-unusable"):
         run = wandb.init(
             project=tracking.track_project,
             name=tracking.track_name or output.name,

@@ -1,1 +1,1 @@
-"""What prompt optimisation is made of: what a critic is asked, and the history of the prompts."""
+"""The parts of prompt optimisation: the requests to a critic, and the history of the prompts."""

@@ -1,4 +1,4 @@
-"""What a critic is asked: what in a prompt caused failures, and a better prompt.
+"""Requests to a critic: for what in a prompt caused failures, and for a better prompt.
 
 Both are ProTeGi's (Pryzant et al. 2023, arXiv 2305.03495): the critique stands for a gradient, and the edit for a step
 against it. Knows no network (see llm/client.py), no scores and no files.
@@ -34,37 +34,67 @@ class Critic:
     protocol: Protocol
 
     def critique(self, prompt: str, failures: Sequence[Episode], number: int, of: int, nonce: str) -> Request:
-        """Asks what in a prompt caused the failures: critique `number` of the `of` that a round asks for."""
-        data = {"prompt": prompt, "form": self.form, "episodes": [self.shown(episode) for episode in failures]}
+        """Asks for what in a prompt caused the failures: critique `number` of the `of` that a round asks for."""
+        data = {
+            "prompt": prompt,
+            "form": self.form,
+            "episodes": [self._with_faults(episode) for episode in failures],
+        }
         values = {"role": ROLES[self.improved], "number": str(number), "of": str(of)}
-        return _request("critique", values, data, "critique", 512, nonce)
+        return _request(
+            template="critique",
+            values=values,
+            data=data,
+            key="critique",
+            max_tokens=512,
+            nonce=nonce,
+        )
 
     def edit(self, prompt: str, critique: str, nonce: str) -> Request:
         """Asks for a prompt that a critique no longer applies to."""
         data = {"prompt": prompt, "critique": critique, "form": self.form}
         names = " and ".join(f"{{{name}}}" for name in placeholders(prompt))
         values = {"role": ROLES[self.improved], "placeholders": names}
-        return _request("edit", values, data, "prompt", 1024, nonce)
+        return _request(
+            template="edit",
+            values=values,
+            data=data,
+            key="prompt",
+            max_tokens=1024,
+            nonce=nonce,
+        )
 
     @property
     def form(self) -> list[str]:
-        """How steps are written, those that ask and the last one."""
-        return [self.protocol.render(step, number) for number, step in enumerate(self.protocol.example(), 1)]
+        """Returns the format's example, step by step, as the model writes it."""
+        steps = self.protocol.example()
+        return [self.protocol.render(step, number) for number, step in enumerate(steps, 1)]
 
-    def shown(self, episode: Episode) -> dict:
+    def _with_faults(self, episode: Episode) -> dict:
+        """Returns an episode as requests have it, with the faults of each step in words."""
         data = described(episode)
         for entry, step in zip(data["steps"], episode.steps, strict=True):
             entry["faults"] = [self.protocol.faults[fault] for fault in step.faults]
         return data
 
 
-def _request(what: str, values: Mapping[str, str], data: Mapping, key: str, most: int, nonce: str) -> Request:
-    """Asks for a JSON object with one text, under `key`, by prompts/critic/`what`.txt with values for its words."""
-    system = filled(shipped("prompts", "critic", f"{what}.txt").read_text(encoding="utf-8").strip(), values)
+def _request(template: str, values: Mapping[str, str], data: Mapping, key: str, max_tokens: int, nonce: str) -> Request:
+    """Asks for a JSON object with one text, under `key`.
+
+    The system message is prompts/critic/`template`.txt with `values` for its words, the prompt is `data`.
+    """
+    path = shipped("prompts", "critic", f"{template}.txt")
+    system = filled(path.read_text(encoding="utf-8").strip(), values)
     schema = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
 
     def read(reply: Any) -> str:
         return Record(reply, Source("the reply")).text(key).strip()
 
-    prompt = json.dumps(data, ensure_ascii=False, indent=1)
-    return Request(prompt, system, schema=schema, read=read, max_output_tokens=most, nonce=nonce)
+    return Request(
+        prompt=json.dumps(data, ensure_ascii=False, indent=1),
+        system=system,
+        schema=schema,
+        read=read,
+        max_output_tokens=max_tokens,
+        nonce=nonce,
+    )

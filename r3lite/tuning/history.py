@@ -1,4 +1,4 @@
-"""The prompts that were tried: where each is from, its score, and what each round gained; one file, always whole.
+"""The prompts that were tried: where each is from, its score, and the gain of each round; one file, always whole.
 
 Decides what is still to be done, so that a run that was killed goes on where it was. Knows no model and no critic.
 """
@@ -17,7 +17,7 @@ Score = dict[str, float]  # value, low, high
 
 @dataclass(frozen=True)
 class Candidate:
-    """A prompt. Number 0 is the first one; each other has a `parent`, of whose `branch`-th critique it was made."""
+    """Holds a prompt. Number 0 is the first one; each other one answers critique `branch` of its `parent`."""
 
     id: int
     prompt: str
@@ -30,17 +30,28 @@ class Candidate:
 
     @staticmethod
     def from_json(record: Record) -> "Candidate":
-        kept, ends = record.record("scores"), ("value", "low", "high")
-        scores = {name: {end: kept.record(name).number(end) for end in ends} for name in kept.values}
+        by_metric = record.record("scores")
         texts = {key: record.text(key, blank=True) for key in ("prompt", "critique", "rejected")}
         numbers = {key: record.whole(key) for key in ("id", "round", "branch")}
-        return Candidate(**texts, **numbers, parent=record.whole("parent", None), scores=scores)
+        return Candidate(
+            **texts,
+            **numbers,
+            parent=record.whole("parent", None),
+            scores={metric: _score_of(by_metric.record(metric)) for metric in by_metric.values},
+        )
+
+
+def _score_of(record: Record) -> Score:
+    return {key: record.number(key) for key in ("value", "low", "high")}
 
 
 @dataclass(frozen=True)
-class Round:
-    """The result of a round that is over: the best prompt so far, and the difference of its score from that of the
-    best before it, over the same questions, with a 95 % interval."""
+class RoundResult:
+    """Holds the result of a round that is over.
+
+    `best` is the number of the best prompt so far, and `gained` the difference of its score from that of the best
+    before it, over the same questions, with a 95 % interval.
+    """
 
     number: int
     best: int
@@ -51,39 +62,51 @@ class Round:
 
 
 class History:
-    """All prompts of a run and its rounds, in a file that is written anew at each change.
+    """Holds all prompts of a run and its rounds, in a file that is written anew at each change.
 
     `origin` differs for runs on other prompts or questions.
     """
 
     def __init__(self, path: Path, origin: str, metric: str, prompt: str):
-        self.path, self.origin, self.metric = path, origin, metric
-        self.candidates, self.rounds = [Candidate(0, prompt)], []
+        self.path = path
+        self.origin = origin
+        self.metric = metric
+        self.candidates = [Candidate(0, prompt)]
+        self.rounds: list[RoundResult] = []
         if path.exists():
             self._read()
 
     def _read(self) -> None:
         record = read_record(self.path, REMEDY)
         if record.text("origin") != self.origin:
-            raise R3LiteError(f"{self.path} has another first prompt or other questions", REMEDY)
-        self.candidates = [Candidate.from_json(c) for c in record.records("candidates")]
-        if [c.id for c in self.candidates] != list(range(max(1, len(self.candidates)))):
+            raise R3LiteError(
+                f"{self.path} has another first prompt or other questions", REMEDY, code="history-differs"
+            )
+        self.candidates = [Candidate.from_json(candidate) for candidate in record.records("candidates")]
+        ids = [candidate.id for candidate in self.candidates]
+        if not ids or ids != list(range(len(ids))):
             raise record.error("the candidates are not numbered from 0")
-        numbers, rounds = ("gained", "low", "high", "p"), record.records("rounds")
-        self.rounds = [Round(r.whole("number"), r.whole("best"), *map(r.number, numbers)) for r in rounds]
+        self.rounds = [_round_of(round) for round in record.records("rounds")]
 
     def _write(self) -> None:
-        made = {"candidates": [asdict(c) for c in self.candidates], "rounds": [asdict(r) for r in self.rounds]}
-        write_json(self.path, {"origin": self.origin, "metric": self.metric} | made)
+        values = {
+            "origin": self.origin,
+            "metric": self.metric,
+            "candidates": [asdict(candidate) for candidate in self.candidates],
+            "rounds": [asdict(round) for round in self.rounds],
+        }
+        write_json(self.path, values)
 
     @property
     def waiting(self) -> list[Candidate]:
-        """Those that are still to be scored."""
+        """Returns the candidates that are still to be scored."""
         return [c for c in self.candidates if not c.scores and not c.rejected]
 
-    def ranked(self, before: int | None = None) -> list[Candidate]:
-        """Those that are scored, the best first, of equal ones the older; only those of rounds `before` one."""
-        scored = [c for c in self.candidates if c.scores and (before is None or c.round < before)]
+    def ranked(self, before_round: int | None = None) -> list[Candidate]:
+        """Returns the scored candidates, the best first, of equal ones the older; only those before a round."""
+        scored = [c for c in self.candidates if c.scores]
+        if before_round is not None:
+            scored = [c for c in scored if c.round < before_round]
         return sorted(scored, key=lambda c: (-c.scores[self.metric]["value"], c.id))
 
     @property
@@ -91,11 +114,14 @@ class History:
         return self.ranked()[0]
 
     def open_branches(self, number: int, beam: int, branch: int) -> list[tuple[Candidate, list[int]]]:
-        """Of the beam that a round goes on from, each prompt with those of its branches that have made none yet."""
+        """Returns each prompt of the beam of round `number`, with those of its branches that have no prompt yet."""
         done = {(c.parent, c.branch) for c in self.candidates if c.round == number}
-        parents = self.ranked(before=number)[:beam]
-        left = [(p, [b for b in range(1, branch + 1) if (p.id, b) not in done]) for p in parents]
-        return [(parent, branches) for parent, branches in left if branches]
+        beam_with_branches = []
+        for parent in self.ranked(before_round=number)[:beam]:
+            branches = [b for b in range(1, branch + 1) if (parent.id, b) not in done]
+            if branches:
+                beam_with_branches.append((parent, branches))
+        return beam_with_branches
 
     def same_as(self, prompt: str) -> Candidate | None:
         return next((c for c in self.candidates if c.prompt == prompt and not c.rejected), None)
@@ -109,47 +135,56 @@ class History:
         self.candidates[candidate.id] = replace(candidate, scores=scores)
         self._write()
 
-    def close(self, finished: Round) -> None:
+    def close(self, finished: RoundResult) -> None:
         self.rounds.append(finished)
         self._write()
 
     def table(self) -> str:
-        """For people: what each round made and gained, and why prompts were rejected."""
+        """Returns a table for people: the prompts and the gain of each round, and why prompts were rejected."""
         lines = [f"{'round':<7}{'prompts':>8}{'rejected':>10}{'best':>6}   {self.metric:<24}gained"]
-        for over in self.rounds:
-            of_round = [c for c in self.candidates if c.round == over.number]
-            rejected = sum(bool(c.rejected) for c in of_round)
-            gained = f"{over.gained:+.3f} [{over.low:+.3f}, {over.high:+.3f}]" if over.number else ""
-            score = shown(self.candidates[over.best].scores[self.metric])
-            line = f"{over.number:<7}{len(of_round):>8}{rejected:>10}{over.best:>6}   {score:<24}{gained}"
+        for round in self.rounds:
+            candidates = [c for c in self.candidates if c.round == round.number]
+            rejected = sum(bool(c.rejected) for c in candidates)
+            gain = f"{round.gained:+.3f} [{round.low:+.3f}, {round.high:+.3f}]" if round.number else ""
+            score = score_text(self.candidates[round.best].scores[self.metric])
+            line = f"{round.number:<7}{len(candidates):>8}{rejected:>10}{round.best:>6}   {score:<24}{gain}"
             lines.append(line.rstrip())
         lines += [f"rejected: {c.id}, from {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
         return "\n".join(lines)
 
 
-def shown(score: Score) -> str:
+def _round_of(record: Record) -> RoundResult:
+    gain = {key: record.number(key) for key in ("gained", "low", "high", "p")}
+    return RoundResult(number=record.whole("number"), best=record.whole("best"), **gain)
+
+
+def score_text(score: Score) -> str:
     return f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
 
 
 @dataclass(frozen=True)
-class Most:
-    """The most that a run may do."""
+class PromptCounts:
+    """Counts the most that a run may do."""
 
     tried: int  # prompts of beams that are tried on --data, to be criticized
-    made: int  # prompts made of them, each by two calls
+    edited: int  # prompts made of them, each by two calls
     scored: int  # prompts, with the first one
 
 
-def most(rounds: int, beam: int, branch: int) -> Most:
-    """The most that `rounds` rounds do: every prompt of a beam fails somewhere, and no new one is rejected."""
-    tried, scored = 0, 1
+def most_prompts(rounds: int, beam: int, branch: int) -> PromptCounts:
+    """Returns the most that `rounds` rounds do: every prompt of a beam fails somewhere, and no new one is rejected."""
+    tried = 0
+    scored = 1
     for _ in range(rounds):
         parents = min(beam, scored)
-        tried, scored = tried + parents, scored + parents * branch
-    return Most(tried, tried * branch, scored)
+        tried += parents
+        scored += parents * branch
+    return PromptCounts(tried, edited=tried * branch, scored=scored)
 
 
 def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
-    """The most episodes that a run over these numbers of questions of --data and of --eval-data samples."""
-    made = most(tuning.rounds, tuning.beam, tuning.branch)
-    return made.tried * min(sampled, tuning.sampled_questions) + made.scored * min(scored, tuning.eval_questions)
+    """Returns the most episodes that a run samples over these numbers of questions of --data and of --eval-data."""
+    prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
+    to_criticize = prompts.tried * min(sampled, tuning.sampled_questions)
+    to_score = prompts.scored * min(scored, tuning.eval_questions)
+    return to_criticize + to_score

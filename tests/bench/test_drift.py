@@ -3,7 +3,6 @@
 import tomllib
 
 from bench.drift import preset, summary, write_settings
-from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.settings import PpoConfig
 
@@ -15,7 +14,7 @@ def test_the_tiny_model_is_trained_with_the_section_of_the_preset_at_the_same_sh
     rate = ppo["learning_rate"] / preset("hotpotqa")["sft"]["learning_rate"] * preset("tiny")["sft"]["learning_rate"]
     rounds = -(-500 // (ppo["batch_size"] * ppo["num_generations"]))
     assert written["ppo"] == section == ppo | {"learning_rate": rate, "max_steps": rounds}
-    config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")], COMMANDS)
+    config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")])
     assert (config.model.model, config.rl.algorithm, config.rl.batch_size) == (
         "tiny",
         ppo["algorithm"],

@@ -182,7 +182,7 @@ def setup():
     config, _ = headroom.parse(FLAGS)
     config = replace(config, rl=replace(config.rl, algorithm="rloo", kl_beta=0.0))
     questions = read_questions_of(config.data, config.mixture)
-    return config, questions, *rl_setup.build(config, questions)
+    return config, questions, *rl_setup.build_learning(config, questions)
 
 
 def no_documents(pairs):

@@ -18,8 +18,8 @@ FP32 = Precision(torch.float32, torch.device("cpu"))
 def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeypatch, case):
     batches, learn = [], Learner.learn
     monkeypatch.setattr(Learner, "learn", lambda self, batch, seed: batches.append(batch) or learn(self, batch, seed))
-    speeds = Speeds("x", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
-    monkeypatch.setattr(memory.speed, "measure", lambda device, product: speeds)
+    speeds = Speeds("x", {"fp32": 1e10}, {"fp32": 1e11}, 1e-6, MEASURED)
+    monkeypatch.setattr(memory.speed, "measure", lambda device, product, dtypes: speeds)
     found = memory.measure(case, folder, FP32)
     assert found["planned_off_percent"] == pytest.approx(
         100 * (found["planned_mib"] - found["peak_mib"]) / found["peak_mib"], abs=5

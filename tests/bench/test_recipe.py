@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bench import card_settings, headroom, recipe, recipe_page
-from r3lite.core.command import COMMANDS
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
@@ -211,7 +210,7 @@ def test_the_control_of_the_self_round_takes_as_many_steps_on_gold_alone(way, tm
 
 def rl_questions(words: list[str]) -> set[str]:
     """The questions of a `ppo`: those of its sources that stand in no file of --exclude."""
-    config = resolve("ppo", PpoConfig(), ["--config", given(words, "--config")], COMMANDS)
+    config = resolve("ppo", PpoConfig(), ["--config", given(words, "--config")])
     files = given(words, "--exclude").split(",")
     return {q.text for entry in config.mixture.sources for q in without(read_questions(entry["file"]), files)}
 
@@ -230,7 +229,7 @@ def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_its_demonst
     rl1, rl2 = (words for words in ran(tmp_path) if words[0] == "ppo")
     gold = [tmp_path / "way" / f"gold-{name}.jsonl" for name in ("one", "two")]
     assert given(cold, "--sources") == ",".join(f"{path}=2.5" for path in gold)
-    config = resolve("ppo", PpoConfig(), ["--config", given(rl1, "--config")], COMMANDS)
+    config = resolve("ppo", PpoConfig(), ["--config", given(rl1, "--config")])
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
         (name, str(tmp_path / "train.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
@@ -425,7 +424,7 @@ def test_every_command_of_the_page_is_understood(module, words):
         assert (config.rl.num_generations, config.sampling.temperature) == (8, 0.7)
         return
     name = module.removeprefix("r3lite.")
-    resolve(name, CONFIGS[name][0], shlex.split(words), COMMANDS)
+    resolve(name, CONFIGS[name][0], shlex.split(words))
 
 
 @pytest.mark.slow

@@ -61,8 +61,8 @@ def test_the_prompt_has_the_tokens_of_the_evaluation_and_only_the_answer_is_trai
         encoded = encode_row(row, layout_of(any_tokenizer, "none", max_length=640))
         prompt = evaluated(question, DOCUMENTS, layout)
         assert encoded.tokens[: len(prompt)] == prompt
-        assert encoded.loss_mask[: len(prompt)] == [False] * len(prompt)
-        trained = [token for token, has_loss in zip(encoded.tokens, encoded.loss_mask) if has_loss]
+        assert encoded.action_mask[: len(prompt)] == [False] * len(prompt)
+        trained = [token for token, has_loss in zip(encoded.tokens, encoded.action_mask) if has_loss]
         assert trained == encoded.tokens[len(prompt) :][: len(trained)]
         assert trained[-1] == any_tokenizer.stop_id
         reply = any_tokenizer.decode(trained[:-1]).removeprefix("\n</think>\n\n")

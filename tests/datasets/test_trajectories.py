@@ -109,7 +109,7 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
     (sequence,) = engine.run([question], ["0"], retrieve)
     assert sequence.finish == "answered" and asked == [q for s in steps for q in s.queries]
     assert sequence.tokens == row.tokens
-    assert sequence.action_mask == row.loss_mask
+    assert sequence.action_mask == row.action_mask
     assert [t for t, action in zip(sequence.tokens, sequence.action_mask) if action] == script
 
 
@@ -123,7 +123,7 @@ def test_an_answer_after_a_forced_heading_has_the_tokens_that_were_trained(token
 
 
 def test_loss_falls_on_the_steps_and_the_ends_of_their_turns_only(tokenizer, encoded):
-    ids = [t for t, trained in zip(encoded.tokens, encoded.loss_mask, strict=True) if trained]
+    ids = [t for t, trained in zip(encoded.tokens, encoded.action_mask, strict=True) if trained]
     turns, turn = [], []
     for token in ids:
         if token == tokenizer.stop_id:
@@ -157,7 +157,7 @@ def test_long_documents_are_cut_and_the_rest_never_is(tokenizer, encoded):
     for max_length in (len(encoded.tokens) - 1, len(short.tokens)):
         row = encode_row(TRAJECTORY, layout_of(tokenizer, max_length=max_length))
         assert row.shortened and len(row.tokens) <= max_length
-        assert sum(row.loss_mask) == sum(encoded.loss_mask)
+        assert sum(row.action_mask) == sum(encoded.action_mask)
         assert f"The question: {TRAJECTORY.question}" in tokenizer.decode(row.tokens)
         assert tokenizer.decode(row.tokens).endswith("The final answer: Oslo")
     assert encode_row(TRAJECTORY, layout_of(tokenizer, max_length=200)) is None
@@ -183,7 +183,7 @@ def test_conversations_train_every_assistant_turn(tokenizer):
     ]
     conversation = row_from_json(Record({"messages": messages}, Source("")), FORMAT, "m-1")
     row = encode_row(conversation, layout_of(tokenizer))
-    trained = [t for t, m in zip(row.tokens, row.loss_mask, strict=True) if m]
+    trained = [t for t, m in zip(row.tokens, row.action_mask, strict=True) if m]
     assert tokenizer.decode(trained) == "Hello.Bye."
     assert trained.count(tokenizer.stop_id) == 2
     assert encode_row(conversation, layout_of(tokenizer, max_length=10)) is None
@@ -195,7 +195,7 @@ def test_a_reply_of_weight_0_and_one_with_tools(tokenizer):
     messages += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Two"}]
     layout = Layout(tokenizer, FORMAT, LengthSettings(max_length=400))
     row = encode_row(Conversation("1", tuple(messages)), layout)
-    assert tokenizer.decode([t for t, trained in zip(row.tokens, row.loss_mask, strict=True) if trained]) == "Two"
+    assert tokenizer.decode([t for t, trained in zip(row.tokens, row.action_mask, strict=True) if trained]) == "Two"
     call = {"type": "function", "function": {"name": "rate", "arguments": {}}}
     with pytest.raises(
         R3LiteError, match=r"row 1: .* the chat template does not write tool_calls .'rate'.\n  Use a model"

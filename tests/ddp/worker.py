@@ -173,7 +173,7 @@ def bad_data_on_the_last_rank(patch: Patch) -> None:
 
     def read(config):
         time.sleep(1)
-        raise R3LiteError("rows.jsonl, line 3: no messages", "Mend the line.")
+        raise R3LiteError("rows.jsonl, line 3: no messages", "Mend the line.", code="broken")
 
     if RANK == SIZE - 1:
         patch.setattr("r3lite.assembly.supervised.read_data", read)
@@ -192,9 +192,10 @@ def masks_are_noted(patch: Patch) -> None:
 
 def run(job: dict) -> int:
     os.environ["MASTER_PORT"] = str(job["port"])
-    speeds = Speeds("device of tests", 1e10, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 1e-6, MEASURED)
+    dtypes = ("fp32", "fp16", "bf16")
+    speeds = Speeds("device of tests", dict.fromkeys(dtypes, 1e10), dict.fromkeys(dtypes, 1e11), 1e-6, MEASURED)
     with Patch.context() as patch, contextlib.redirect_stdout(sys.stderr):
-        patch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: speeds)
+        patch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: speeds)
         for name in job["changes"]:
             globals()[name](patch)
         try:

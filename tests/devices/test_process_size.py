@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.core.command import CACHES
+from r3lite.core.environment import CACHES
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.training import metrics
 

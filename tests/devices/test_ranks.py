@@ -36,9 +36,11 @@ def test_rows_are_divided_the_same_way_each_time_and_none_is_lost():
 def test_one_process_divides_nothing_and_imports_no_torch_distributed():
     assert ALONE.share([3, 9, 1]) == [0, 1, 2] and ALONE.gather("x") == ["x"] and ALONE.shared(lambda: 1) == 1
     script = (
-        "import sys, r3lite.core.command as c; from r3lite.devices.ranks import ALONE, joined\n"
+        "import sys\n"
+        "from r3lite.core.processes import world\n"
+        "from r3lite.devices.ranks import ALONE, joined\n"
         "before = set(sys.modules)\n"
-        "with joined(c.world(), 'auto', {}) as ranks:\n"
+        "with joined(world(), 'auto', {}) as ranks:\n"
         "    assert ranks is ALONE\n"
         "assert set(sys.modules) == before\n"
     )

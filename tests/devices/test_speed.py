@@ -1,8 +1,5 @@
 """Speeds: that figures are what was done divided by the time it took; how fast a machine is, no test can say."""
 
-import os
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,11 +63,11 @@ def test_a_kernel_costs_its_share_of_many(timed):
 
 def test_what_is_measured_is_what_times_are_predicted_from(timed):
     random = torch.get_rng_state()
-    found = speed.measure(CPU, F.linear)
+    speeds = speed.measure(CPU, F.linear, ["fp32", "bf16"])
     assert torch.equal(torch.get_rng_state(), random), "the run's random numbers are not touched"
-    assert found.name == cards.device_name(CPU) and found.source == cards.MEASURED and found.memory is None
-    assert found.reads.keys() == {"fp32", "fp16", "bf16"} and found.reads["fp32"] == found.bandwidth
-    assert found.flops.keys() == {"fp32", "fp16", "bf16"} and min(found.flops.values()) > 0
+    assert speeds.name == cards.device_name(CPU) and speeds.source == cards.MEASURED
+    assert speeds.memory is None and speeds.link is None
+    assert speeds.bandwidth.keys() == speeds.flops.keys() == {"fp32", "bf16"} and min(speeds.flops.values()) > 0
 
 
 @pytest.mark.parametrize(("native", "has"), [(True, True), (False, False)])
@@ -81,61 +78,32 @@ def test_a_card_that_only_emulates_bf16_does_not_have_it(monkeypatch, native, ha
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Counts the measurements of a device that was never measured; the system has no other work."""
-    monkeypatch.setattr(cards, "KEPT", str(tmp_path / "cache" / "speeds.json"))
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 9.0, 9.0), raising=False)
-    made = []
+def forgotten():
+    """What other tests measured in this process is not known."""
+    speed.speeds_of.cache_clear()
+    yield
+    speed.speeds_of.cache_clear()
 
-    def measure(device, product) -> cards.Speeds:
-        made.append(cards.Speeds(cards.device_name(device), 1e10, {"fp32": 1e11}, 1e-6 * len(made), cards.MEASURED))
-        return made[-1]
+
+def test_a_device_is_measured_once_in_a_process_for_each_dtype(forgotten, monkeypatch, capsys):
+    measured = []
+
+    def measure(device, product, dtypes) -> cards.Speeds:
+        measured.append(cards.Speeds(device.type, {}, {}, 1e-6 * len(measured), cards.MEASURED))
+        return measured[-1]
 
     monkeypatch.setattr(speed, "measure", measure)
-    speed.speeds_of.cache_clear()
-    yield made
-    speed.speeds_of.cache_clear()
-
-
-def in_a_new_process() -> cards.Speeds | None:
-    speed.speeds_of.cache_clear()
-    return speed.speeds_of(CPU, F.linear)
-
-
-def test_a_device_is_measured_once_and_that_is_told(measured, capsys):
-    assert in_a_new_process() == measured[0]
-    told = capsys.readouterr().err
-    assert told.startswith("measured the speed of this device in 0.0 s; saved (python -m r3lite.doctor")
-    assert told.count("\n") == 1
-    assert in_a_new_process() == measured[0] and len(measured) == 1
+    assert speed.speeds_of(CPU, "fp32", F.linear) is speed.speeds_of(CPU, "fp32", F.linear) is measured[0]
+    assert speed.speeds_of(CPU, "bf16", F.linear) is measured[1] and len(measured) == 2
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_cannot_be_kept_serves_this_run(measured, tmp_path, capsys):
-    (tmp_path / "cache").touch()  # no folder
-    assert speed.speeds_of(CPU, F.linear) == speed.speeds_of(CPU, F.linear) == measured[0] and len(measured) == 1
-    told = capsys.readouterr().err
-    assert "; not saved: [Errno " in told and str(tmp_path) in told and told.count("\n") == 1
-
-
-def test_a_cpu_that_was_measured_beside_other_programs_is_measured_again_when_they_rest(measured, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getloadavg", lambda: (99_999.0, 0.0, 0.0), raising=False)
-        assert in_a_new_process() == in_a_new_process() == replace(measured[0], source=cards.BESIDE_OTHERS)
-        assert capsys.readouterr().err.endswith("s; saved until other programs are idle\n") and len(measured) == 1
-    assert in_a_new_process() == in_a_new_process() == measured[1]
-    monkeypatch.setattr(os, "getloadavg", lambda: (99_999.0, 0.0, 0.0), raising=False)
-    assert in_a_new_process() == measured[1] and len(measured) == 2
-    monkeypatch.delattr(os, "getloadavg")
-    assert not speed.is_busy()  # as far as Windows says
-
-
-def test_a_measurement_that_fails_is_a_line_and_no_failure(measured, monkeypatch, capsys):
-    def refuse(device, product):
+def test_a_measurement_that_fails_is_a_line_and_no_failure(forgotten, monkeypatch, capsys):
+    def refuse(device, product, dtypes):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
     monkeypatch.setattr(speed, "measure", refuse)
-    assert speed.speeds_of(CPU, F.linear) is None
+    assert speed.speeds_of(CPU, "fp32", F.linear) is None
     told = capsys.readouterr().err
     assert told.startswith("warning: cannot measure the speed of this device: OutOfMemoryError('CUDA out of memory.")
     assert told.count("\n") == 1

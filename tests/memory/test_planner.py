@@ -17,6 +17,7 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import LiveTensors
 from r3lite.memory import planner
 from r3lite.memory.cuda_parts import THREADS
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
 from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
@@ -311,3 +312,25 @@ def test_what_streaming_does_not_go_with_or_has_no_memory_for_is_refused(folder,
     monkeypatch.setattr("r3lite.memory.plan.host_memory", lambda: 1 << 20)
     assert sft.main(given) == 1
     assert "of host memory, but there are 1 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pass_tokens", "row_limit", "expected"),
+    [
+        (1000, 4, (1000, 200, 0)),  # one row, with its own beginning
+        (1400, 4, (1400, 600, 3 * 800)),  # three rows after the beginning that they share
+        (9999, 4, (1600, 800, 4 * 800)),
+        (9999, 1, (1000, 200, 0)),
+    ],
+)
+def test_the_shared_beginning_of_a_pass_is_kept_for_each_of_several_rows(pass_tokens, row_limit, expected):
+    """Rows of 1,000 tokens, 800 of them shared: a pass of one row was planned as if it kept them twice."""
+    w = Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1000, shared=800, episodes=8)
+    assert planner._largest_pass(w, Memory(micro_batch_tokens=pass_tokens), row_limit) == expected
+
+
+def test_a_pass_of_one_row_takes_what_it_takes_without_a_shared_beginning():
+    """In the update of 24 layers that keep their activations: keys and values of 800 tokens, in bf16, in each layer."""
+    w = Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1000, shared=800)
+    alone = planner.peak(w, Memory(micro_batch_tokens=1000))
+    assert alone == planner.peak(replace(w, shared=0), Memory(micro_batch_tokens=1000))

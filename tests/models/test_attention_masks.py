@@ -81,7 +81,7 @@ def a_pack(model) -> None:
     ids[:3, : 2 * GRANULE] = ids[0, : 2 * GRANULE]
     rows = [row[:length].tolist() for row, length in zip(ids, (3 * GRANULE + 7, 2 * GRANULE + 1, 45, 29))]
     pack = Pack.of(rows, CPU, model.head_weight.dtype)
-    assert any(segment.before for segment in pack.segments)
+    assert any(segment.ancestors for segment in pack.segments)
     model(pack.tokens, pack)
 
 

@@ -296,7 +296,7 @@ def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, monkeypatch)
     path.write_bytes(numbers + bytes(100))
     with pytest.raises(R3LiteError, match="damaged or truncated \\(unexpected end"):
         resolve_folder(str(path))
-    monkeypatch.setattr(gguf_files, "MOST_READS", 1000)
+    monkeypatch.setattr(gguf_files, "MAX_READS", 1000)
     path.write_bytes(numbers + bytes(2000))
     with pytest.raises(R3LiteError, match="more than 1,000 values"):
         resolve_folder(str(path))

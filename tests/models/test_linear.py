@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from r3lite.models import linear as module
-from r3lite.models.linear import BLOCK, LEAST_PRODUCT, LEAST_WEIGHT, STEP, linear
+from r3lite.models.linear import BLOCK, MIN_PRODUCT, MIN_WEIGHT, STEP, linear
 
 WIDTH = 512
-TALL = LEAST_WEIGHT // WIDTH  # rows of a weight that is just large enough
+TALL = MIN_WEIGHT // WIDTH  # rows of a weight that is just large enough
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_is_not_contiguous_is_multiplied_right():
 
 @torch.no_grad()
 def test_many_rows_of_a_small_weight_are_work_enough(kernels):
-    x, weight, bias, _ = tensors(LEAST_PRODUCT // LEAST_WEIGHT + 1, TALL - 1)
+    x, weight, bias, _ = tensors(MIN_PRODUCT // MIN_WEIGHT + 1, TALL - 1)
     assert uses_onednn(kernels(lambda: linear(x, weight, bias)))
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
 

@@ -183,7 +183,7 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
         expected = model(IDS)
         with cast_once(model, torch.bfloat16):
             assert torch.equal(model(IDS), expected)
-            stacks = switch_of(model).kept.values()
+            stacks = switch_of(model).stacks.values()
             casts = [B.dtype for stack in stacks for A, Bs in stack.casts.values() for B in Bs]
             assert set(casts) == {torch.bfloat16} and len(casts) == 7 * model.config.num_hidden_layers
         for parameter in adapter_parameters(model, "a").values():

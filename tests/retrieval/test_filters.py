@@ -7,12 +7,12 @@ import pytest
 
 from r3lite import index as recipe
 from r3lite import retrieve
-from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.core.needs import check_used
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import fingerprint, read_corpus
 from r3lite.retrieval.encoder import HashingEncoder

@@ -2,15 +2,16 @@
 
 import pytest
 
-from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.config import Origin, UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.core.needs import check_used
 from r3lite.retrieval.golden import paragraphs
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import EvaluateConfig, RetrievalSettings
-from r3lite.settings.retrieval import RETRIEVERS, SERVICES
+from r3lite.settings.addresses import SERVICES
+from r3lite.settings.retrieval import RETRIEVERS
 
 DOCUMENTS = tuple(Document(f"q/{i}", f"Title {i}", f"Text {i} of the harbor.") for i in range(12))
 ONE = Question("q", "?", ("a",), DOCUMENTS, gold=(DOCUMENTS[7], DOCUMENTS[2]), gold_by="title")
@@ -54,8 +55,10 @@ def test_a_rate_is_used_or_refused(settings, rate):
     """What is not among the paragraphs of the questions has no such share."""
     RetrievalSettings(**settings).check()
     if settings in ELSEWHERE:
-        config = EvaluateConfig(retrieval=RetrievalSettings(**settings, noise_rate=rate))
+        config = EvaluateConfig(
+            retrieval=RetrievalSettings(**settings, noise_rate=rate), set_by_user={"noise_rate": Origin.FLAG}
+        )
         with pytest.raises(UsageError, match="has no effect here"):
-            command.check_used("evaluate", config)
+            check_used("evaluate", config)
     else:
         assert found(**settings, noise_rate=rate) != found(**settings, noise_rate=0.9)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from r3lite import retrieve
-from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.core.needs import check_used
 from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.retriever import build_retriever
@@ -138,7 +138,7 @@ def test_sources_without_an_encoder_are_no_reason_to_refuse_it_and_all_others_sh
     settings = RetrievalSettings(query_cache="q", source_index=("News=http://host/retrieve", "Academic=i"))
     settings.check()
     setup = Setup(replace(settings, query_cache=str(tmp_path / "q")), [])
-    theirs = replace(setup, settings=settings.of_sources["Academic"], like=setup)
+    theirs = replace(setup, settings=settings.of_sources["Academic"], default=setup)
     assert theirs.query_cache is setup.query_cache is not None
 
 

@@ -188,7 +188,7 @@ class Flaky:
 def test_a_failure_is_the_outcome_of_its_own_query_only(capsys):
     """It would end a run of hours."""
     for error, reason in (
-        (R3LiteError("no such thing", "Mend it."), "no such thing"),
+        (R3LiteError("no such thing", "Mend it.", code="broken"), "no such thing"),
         (RuntimeError("can't allocate memory"), "RuntimeError: can't allocate memory"),
         (OSError("gone"), "OSError: gone"),
     ):

@@ -3,7 +3,6 @@
 import pytest
 
 from r3lite.assembly import rl_guidance
-from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Search, Step
 from r3lite.core.invocation import resolve
@@ -61,7 +60,7 @@ def test_a_first_weight_is_a_finite_number(weight):
 
 def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
     """0.2 + 0.4 + 0.4 for the first 30 rounds, then 0.5 + 0.25 + 0.25; what the judge says is always asked for."""
-    chosen = resolve("ppo", PpoConfig(), ["--preset", "r-search-dag"], COMMANDS)
+    chosen = resolve("ppo", PpoConfig(), ["--preset", "r-search-dag"])
     assert chosen.protocol.format == "dag" and needs_verdict(settings_of_round(chosen.reward, 1))
     plan = Step("Nodes: ...", (Search("Who?", (GOLD[0],), "General"),))
     whole = answered("Ada Lovelace", plan)
@@ -75,5 +74,5 @@ def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
 def test_what_was_paid_in_other_rounds_does_not_join_a_curriculum():
     flags = ["--preset", "r-search-dag", "--algorithm", "exgrpo", "--outcome-em", "1"]
     with pytest.raises(UsageError, match="exgrpo reuses the rewards of earlier rounds"):
-        rl_guidance.check(resolve("ppo", PpoConfig(), flags, COMMANDS))
-    rl_guidance.check(resolve("ppo", PpoConfig(), [*flags, "--curriculum-rounds", "0"], COMMANDS))
+        rl_guidance.check(resolve("ppo", PpoConfig(), flags))
+    rl_guidance.check(resolve("ppo", PpoConfig(), [*flags, "--curriculum-rounds", "0"]))

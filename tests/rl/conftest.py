@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from r3lite.core.grant import Grant, Memory
+from r3lite.core.token_record import TokenRecord
 from r3lite.devices.precision import Precision
 from r3lite.models import lora
 from r3lite.models.logprobs import TopTokens
@@ -57,7 +58,13 @@ def sampled(model):
             tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
             ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
             rewards = [(end, per_turn) for end in ends] + [(ends[-1], amount)]
-            made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
+            made.append(
+                Rollout(
+                    TokenRecord(tokens=tokens, action_mask=mask, logprobs=[0.0] * sum(mask), values=[0.3] * sum(mask)),
+                    rewards,
+                    i // 2,
+                )
+            )
         batch = Batch.of(made)
         with torch.no_grad():
             return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))

@@ -3,11 +3,16 @@ import dataclasses
 import pytest
 import torch
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
 
 
 def rollout(tokens, action, rewards=(), group=0):
-    return Rollout(tokens, action, [-0.5] * sum(action), [0.25] * sum(action), list(rewards), group)
+    return Rollout(
+        TokenRecord(tokens=tokens, action_mask=action, logprobs=[-0.5] * sum(action), values=[0.25] * sum(action)),
+        list(rewards),
+        group,
+    )
 
 
 def test_padding_is_no_action_whatever_the_padding_id():

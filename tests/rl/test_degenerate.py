@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.rewards.registry import LARGEST_REWARD
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
@@ -18,7 +19,9 @@ def episode(dice: random.Random, paid: float, group: int, actions: int) -> Rollo
     mask = [False] + [True] * actions + [False] * dice.choice([0, 0, 3])
     tokens = [dice.randrange(VOCABULARY) for _ in mask]
     logprobs, values = ([dice.gauss(mean, 1) for _ in range(actions)] for mean in (-5, 0))
-    return Rollout(tokens, mask, logprobs, values, [(actions, paid)], group)
+    return Rollout(
+        TokenRecord(tokens=tokens, action_mask=mask, logprobs=logprobs, values=values), [(actions, paid)], group
+    )
 
 
 def a_round(seed: int) -> Batch:

@@ -9,6 +9,7 @@ import torch
 
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.base import KlFactor
@@ -121,10 +122,23 @@ def test_the_kl_of_a_round_and_its_error_over_questions_by_hand():
     """
     log2 = math.log(2)
     rollouts = [
-        Rollout([1, 2, 3], [False, True, True], [-1.0, -2.0], [0.0, 0.0], [(2, 1.0)], group=0),
-        Rollout([1, 2], [False, True], [-1.0], [0.0], [(1, 1.0)], group=0),
-        Rollout([1, 2], [False, True], [-1.0], [0.0], [(1, 1.0)], group=1),
-        Rollout([1, 2], [False, True], [-9.0], [0.0], [(1, 1.0)], group=1, off_policy=True),
+        Rollout(
+            TokenRecord(tokens=[1, 2, 3], action_mask=[False, True, True], logprobs=[-1.0, -2.0], values=[0.0, 0.0]),
+            [(2, 1.0)],
+            group=0,
+        ),
+        Rollout(
+            TokenRecord(tokens=[1, 2], action_mask=[False, True], logprobs=[-1.0], values=[0.0]), [(1, 1.0)], group=0
+        ),
+        Rollout(
+            TokenRecord(tokens=[1, 2], action_mask=[False, True], logprobs=[-1.0], values=[0.0]), [(1, 1.0)], group=1
+        ),
+        Rollout(
+            TokenRecord(tokens=[1, 2], action_mask=[False, True], logprobs=[-9.0], values=[0.0]),
+            [(1, 1.0)],
+            group=1,
+            off_policy=True,
+        ),
     ]
     batch = Batch.of(rollouts)
     reference = torch.tensor([[5.0, -1.0, -2.0 + log2], [5.0, -1.0 - log2, 0], [5.0, -1.0 - log2, 0], [0, 0, 0]])

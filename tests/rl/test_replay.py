@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from r3lite.core.errors import R3LiteError
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer
 
 
 def rollout(token: int, reward: float = 1.0) -> Rollout:
-    return Rollout([7, token, 8], [False, True, False], [-0.1 * token], [0.5], [(1, reward / 2), (1, reward / 2)], 0)
+    return Rollout(
+        TokenRecord(tokens=[7, token, 8], action_mask=[False, True, False], logprobs=[-0.1 * token], values=[0.5]),
+        [(1, reward / 2), (1, reward / 2)],
+        0,
+    )
 
 
 def group(*successes: bool, token: int = 1) -> list[tuple[Rollout, bool]]:
@@ -26,7 +31,7 @@ def buffer(size: int = 100, generations: int = 4, start: float = 0.0) -> ReplayB
 
 
 def tokens(made: ReplayBuffer, question: str) -> list[int]:
-    return [int(success.tokens[1]) for success in made.questions[question].successes]
+    return [int(success.record.tokens[1]) for success in made.questions[question].successes]
 
 
 def test_successes_are_kept_with_the_rate_of_the_newest_group():
@@ -95,18 +100,20 @@ def test_the_success_of_lowest_entropy_is_taken():
         return torch.tensor([0.3, 0.1, 0.2, 0.9])
 
     found = made.of_lowest_entropy(["a", "b"], entropies)
-    assert seen == [[1, 2, 3, 13]] and [int(s.tokens[1]) for s in found.values()] == [2, 13]
+    assert seen == [[1, 2, 3, 13]] and [int(s.record.tokens[1]) for s in found.values()] == [2, 13]
     assert made.of_lowest_entropy([], entropies) == {} and len(seen) == 1
     again = found["a"].rollout(5)
-    assert (again.tokens, again.action_mask, again.group, again.off_policy) == (
+    assert (again.record.tokens, again.record.action_mask, again.group, again.off_policy) == (
         [7, 2, 8],
         [False, True, False],
         5,
         True,
     )
     assert again.signal is None
-    assert again.rewards == [(1, 1.0)] and again.logprobs == pytest.approx([-0.2])
-    assert torch.tensor(again.logprobs).tolist() == torch.tensor([-0.1 * 2]).tolist()  # as the batch had it, to the bit
+    assert again.rewards == [(1, 1.0)] and again.record.logprobs == pytest.approx([-0.2])
+    assert (
+        torch.tensor(again.record.logprobs).tolist() == torch.tensor([-0.1 * 2]).tolist()
+    )  # as the batch had it, to the bit
 
 
 def through_files(state: dict) -> dict:

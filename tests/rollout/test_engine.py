@@ -87,7 +87,7 @@ def test_sampled_log_probs_equal_the_trainers_across_retrievals(three, model, to
     engine = dataclasses.replace(engine, sampler=Sampler(temperature=temperature))
     engine.script = three[0].script
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
-    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
+    rollouts = [Rollout(s, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     logprobs = action_logprobs(model, batch, tokenizer.size, temperature)
     assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4
@@ -100,7 +100,7 @@ def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokeniz
     head = torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Flatten(-2))
     engine = scripted(three[0].script, protocol=PROTOCOL, lengths=LENGTHS, value_head=head)
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
-    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences])
+    batch = Batch.of([Rollout(s, [], 0) for s in sequences])
     values = head(action_states(model, batch)[0])
     assert torch.allclose(values, batch.values[batch.action_mask], atol=1e-4) and values.abs().max() > 0.01
 

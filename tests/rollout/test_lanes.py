@@ -49,9 +49,9 @@ def lanes_of(model, layout):
 
 @pytest.fixture
 def visitor(layout):
-    def make(name, sampler=GREEDY, adapter=None, most=None):
+    def make(name, sampler=GREEDY, adapter=None, max_tokens=None):
         question, stream = Question(name, f"question {name}?", ()), random.Random(name)
-        sequence = Visitor(question, stream=stream, sampler=sampler, adapter=adapter, most=most)
+        sequence = Visitor(question, stream=stream, sampler=sampler, adapter=adapter, max_tokens=max_tokens)
         layout.open(sequence)
         return sequence
 
@@ -61,7 +61,7 @@ def visitor(layout):
 def run(lanes):
     """The sequences in the order in which they ended."""
     ended = []
-    while lanes.inside:
+    while lanes.visitors:
         ended += lanes.iterate()
     return ended
 
@@ -137,7 +137,7 @@ def test_each_row_has_its_own_sampler(lanes_of, visitor, model, layout):
 
 def test_a_limit_of_its_own_cuts_off(lanes_of, visitor):
     lanes = lanes_of()
-    short, long = visitor("a", most=5), visitor("b")
+    short, long = visitor("a", max_tokens=5), visitor("b")
     lanes.join(short)
     lanes.join(long)
     assert run(lanes) == [short, long]
@@ -244,4 +244,4 @@ def test_who_asks_again_what_had_no_numbers_is_told_again(lanes_of, visitor, mod
         lanes.join(sequence)
     for _ in range(3):
         lanes.iterate()
-    assert all(sequence.error for sequence in twice) and not lanes.inside
+    assert all(sequence.error for sequence in twice) and not lanes.visitors

@@ -31,7 +31,7 @@ def run(scripted, **settings) -> dict[str, Rollout]:
     asked = [Question(i, f"Where is city number {i}?" + " Please." * int(i), ("Italy",)) for i in SCRIPT]
     sequences = engine.run(asked, list(SCRIPT), lambda pairs: [DOCUMENTS for _ in pairs])
     assert all(s.finish == "answered" for s in sequences)
-    return {s.question.id: Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences}
+    return {s.question.id: Rollout(s, [], 0) for s in sequences}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def test_recorded_log_probs_do_not_depend_on_company_and_equal_the_trainers(scri
     together = run(scripted)
     for settings in ({"rollout_batch_size": 2}, {"rollout_batch_size": 1}, {"micro_batch_tokens": 33}):
         for id, rollout in run(scripted, **settings).items():
-            assert rollout.tokens == together[id].tokens
-            assert rollout.logprobs == pytest.approx(together[id].logprobs, abs=1e-4)
+            assert rollout.record.tokens == together[id].record.tokens
+            assert rollout.record.logprobs == pytest.approx(together[id].record.logprobs, abs=1e-4)
     batch = Batch.of(list(together.values()))
     with torch.no_grad():
         logprobs = action_logprobs(real[0], batch, real[1].size, 1.0)

@@ -1,5 +1,8 @@
 """A trainer beside workers that send what they should not: none of it ends the run, and none is learned from."""
 
+import time
+from dataclasses import replace
+
 import pytest
 
 from r3lite.assembly.rollout_service import RolloutService
@@ -7,14 +10,15 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.http_client import Link
 from r3lite.protocols.r3 import R3
-from r3lite.rollout.remote import RemoteEngine, Worker
-from r3lite.rollout.wire import Adapter
+from r3lite.rollout.remote import RemoteEngine, RolloutWorker
+from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.wire import AdapterFiles, Ticket
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1000)
 FACTS = {"--model": "toy"}
-ADAPTER = Adapter(b"{}\0weights")
+ADAPTER = AdapterFiles(b"{}\0weights")
 QUESTIONS = [Question(id, f"who is {id}?", ()) for id in "abcd"]
 ANSWER = "Step 1:\nThe problem analysis: known\nThe final answer: "
 SEEDS = list("1234")
@@ -25,8 +29,8 @@ class Broken(RolloutService):
 
     change: dict | Exception | None = None
 
-    def answer(self, path, request):
-        reply = super().answer(path, request)
+    def answer(self, path, request, peer):
+        reply = super().answer(path, request, peer)
         if path == "/sample" and isinstance(self.change, Exception):
             raise self.change
         if path == "/sample" and self.change:
@@ -43,9 +47,9 @@ def workers(scripted, running):
     servers = []
     for service in services:
         service.version = ADAPTER.version
-        servers.append(Worker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
+        servers.append(RolloutWorker(Link(running(service), "", 30, 1 << 24), FACTS, engines[0].layout_of))
         servers[-1].check()
-    remote = RemoteEngine(servers)
+    remote = RemoteEngine(servers, save_adapter=None)
     remote.adapter = ADAPTER
     yield services[0], remote
     remote.close()
@@ -72,7 +76,7 @@ def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change,
     sequences = remote.run(QUESTIONS, SEEDS, None)
     assert [s.episode().prediction for s in sequences] == [q.id for q in QUESTIONS]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "another server samples" in line]
-    assert bool(warnings) == bool(told) == bool(remote.metrics()["rollout/moved_episodes"])
+    assert bool(warnings) == bool(told) == bool(remote.end_round(1, None)["rollout/moved_episodes"])
     assert all(url in line and told in line for line in warnings), warnings
 
 
@@ -82,3 +86,27 @@ def test_without_another_server_the_run_says_which_one_is_broken(workers):
     remote.servers.pop()
     with pytest.raises(R3LiteError, match=f"no rollout server is left: {remote.servers[0].link.url}/sample did not"):
         remote.run(QUESTIONS, SEEDS, None)
+
+
+def test_an_abandoned_request_is_not_sampled_to_its_end(engine_of, running, monkeypatch):
+    """It was, while the trainer had the same episodes sampled by another worker, and the next request waited."""
+
+    steps = []
+    sample = Sampler.__call__
+
+    def slow(sampler, logits, uniforms):
+        steps.append(len(uniforms))
+        time.sleep(0.02)
+        return sample(sampler, logits, uniforms)
+
+    monkeypatch.setattr(Sampler, "__call__", slow)
+    engine = engine_of(PROTOCOL, replace(LENGTHS, max_new_tokens=900))
+    service = RolloutService(engine, lambda pairs: [[] for _ in pairs], FACTS)
+    service.version = ADAPTER.version
+    worker = RolloutWorker(Link(running(service), "", 1, 1 << 24), FACTS, engine.layout_of)
+    worker.check()
+    with pytest.raises(R3LiteError, match="does not answer"):
+        worker.sample([Ticket(QUESTIONS[0], SEEDS[0], 0)], ADAPTER, None)
+    assert service.one_at_a_time.acquire(timeout=10)  # within a token's time, not at the end of the episode
+    service.one_at_a_time.release()
+    assert 0 < len(steps) < 200

@@ -84,7 +84,7 @@ def test_log_probs_and_values_equal_the_trainers_on_both_sides_of_the_restart(en
     """One uncached pass over the whole of it; in one row of the cache after the other, so that prefixes are copied."""
     engine.script, engine.grant.memory = OTHER, dataclasses.replace(engine.grant.memory, rollout_batch_size=1)
     ends = engine.continue_from([(firsts[0], 1), (firsts[0], 1), (firsts[1], 1)], ["x", "y", "z"], retrieve)
-    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in ends])
+    batch = Batch.of([Rollout(s, [], 0) for s in ends])
     logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
     assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4 and logprobs.abs().max() > 1
     values = head(action_states(model, batch)[0])
@@ -171,7 +171,7 @@ def test_the_same_last_turn_again_has_the_numbers_of_the_first(engine, firsts, m
         assert end.tokens == firsts[0].tokens
         assert end.logprobs == pytest.approx(firsts[0].logprobs[-written:], abs=1e-4)
         assert end.values == pytest.approx(firsts[0].values[-written:], abs=1e-4)
-    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in ends])
+    batch = Batch.of([Rollout(s, [], 0) for s in ends])
     logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
     assert logprobs.tolist() == pytest.approx([x for end in ends for x in end.logprobs], abs=1e-4)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from r3lite.assembly.answering import build_engine
-from r3lite.core.command import COMMANDS
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
@@ -22,7 +21,7 @@ from r3lite.rollout.sampling import Sampler
 def tiny():
     """An engine of the tiny base, a retriever over the sample world, and four questions."""
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
-    config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
+    config = resolve("evaluate", EvaluateConfig(), arguments)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
     retrieve = build_retriever(Setup(config.retrieval, questions))
     return build_engine(config, len(questions)), retrieve, questions
@@ -43,7 +42,7 @@ def test_sampled_log_probs_equal_the_trainers(tiny):
     engine, retrieve, questions = tiny
     engine = dataclasses.replace(engine, sampler=Sampler(1.0))
     sequences = engine.run(questions, list("efgh"), retrieve)
-    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
+    rollouts = [Rollout(s, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     with torch.no_grad():
         logprobs = action_logprobs(engine.model, batch, engine.layout.tokenizer.size, 1.0)

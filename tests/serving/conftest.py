@@ -27,7 +27,7 @@ class Echo:
 
     def prepare(self, ask, tell):
         if len(ask.text) > 1000:
-            raise R3LiteError("/secret/path: too long", "Raise --max-length.")
+            raise R3LiteError("/secret/path: too long", "Raise --max-length.", code="broken")
         self.asked.append(ask)
         return {"ask": ask, "tell": tell, "said": [], "left": False}
 

@@ -3,15 +3,15 @@
 import pytest
 
 from r3lite import sft
-from r3lite.core import command, invocation
-from r3lite.core.config import flat
+from r3lite.core import invocation
+from r3lite.core.config import Origin, flat
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
 
 
 def settings(*argv: str, default=None) -> dict:
-    return flat(resolve("ppo", default or PpoConfig(), list(argv), command.COMMANDS))
+    return flat(resolve("ppo", default or PpoConfig(), list(argv)))
 
 
 def test_an_algorithm_brings_its_papers_settings():
@@ -51,15 +51,31 @@ def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
 
 
 def test_what_a_run_wrote_down_is_read_back(toml):
-    first = resolve("ppo", PpoConfig(), ["--algorithm", "gspo", "--kl-beta", "0.1"], command.COMMANDS)
+    first = resolve("ppo", PpoConfig(), ["--algorithm", "gspo", "--kl-beta", "0.1"])
     again = settings("--config", toml(to_toml(first, "ppo")))
     assert {**again, "config": None} == flat(first)
 
 
 def test_what_was_asked_for_is_told_from_what_came_with_a_choice():
-    asked = resolve("ppo", PpoConfig(), ["--algorithm", "dapo", "--clip-low", "0.1"], command.COMMANDS)
-    usual = command.usual("ppo", asked)
-    assert {k for k, v in vars(asked.rl).items() if v != getattr(usual.rl, k)} == {"clip_low"}
+    config = resolve("ppo", PpoConfig(), ["--algorithm", "dapo", "--clip-low", "0.1"])
+    assert config.set_by_user == {"algorithm": Origin.FLAG, "clip_low": Origin.FLAG}
+
+
+def test_what_was_asked_for_is_what_the_preset_does_not_have():
+    assert SftConfig().lora.lora_r == 8
+    config = resolve("sft", SftConfig(), ["--preset", "tiny", "--lora-r", "3"])
+    assert config.lora.lora_r == 3 and "lora_r" in config.set_by_user
+    assert "lora_r" not in resolve("sft", SftConfig(), ["--preset", "tiny", "--lora-r", "16"]).set_by_user
+
+
+def test_where_a_setting_stood_is_remembered(toml):
+    path = toml("lora_r = 3\nseed = 1\n[sft]\nlora_r = 4\nlora_alpha = 5.0\n[ppo]\nlora_dropout = 0.5\n")
+    config = resolve("sft", SftConfig(), ["--config", path, "--lora-alpha", "6"])
+    assert {k: v for k, v in config.set_by_user.items() if k != "config"} == {
+        "lora_r": Origin.TABLE,
+        "seed": Origin.SHARED,
+        "lora_alpha": Origin.FLAG,
+    }
 
 
 def test_schedules_bring_where_they_end():

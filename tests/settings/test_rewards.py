@@ -6,6 +6,7 @@ import pytest
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
+from r3lite.core.earlier_output import changes
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig
 
@@ -16,7 +17,7 @@ def rewards(tmp_path):
 
     def read(*argv: str, file: str = ""):
         (tmp_path / "my.toml").write_text(file, encoding="utf-8")
-        config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml"), *argv], command.COMMANDS)
+        config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml"), *argv])
         return config.reward.rewards
 
     return read
@@ -56,10 +57,10 @@ def test_where_rewards_come_from(rewards):
 
 
 def test_what_a_run_wrote_down_is_read_back(rewards, tmp_path):
-    first = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)], command.COMMANDS)
+    first = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)])
     assert rewards(file=to_toml(first, "ppo")) == READ
     kept = json.loads(json.dumps(command.flat(first)))  # as a checkpoint keeps them
-    assert command.changes(kept, first) == ""
+    assert changes(kept, first) == ""
 
 
 def write(path, text):
@@ -68,13 +69,13 @@ def write(path, text):
 
 
 def test_a_resumed_run_cannot_change_them(tmp_path):
-    then = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)], command.COMMANDS)
-    now = resolve("ppo", PpoConfig(), ["--rewards", "rouge_l=0.5"], command.COMMANDS)
+    then = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)])
+    now = resolve("ppo", PpoConfig(), ["--rewards", "rouge_l=0.5"])
     kept = json.loads(json.dumps(command.flat(then)))
-    assert "rewards (was [{'name': 'rouge_l', 'weight': 0.5}, " in command.changes(kept, now)
+    assert "rewards (was [{'name': 'rouge_l', 'weight': 0.5}, " in changes(kept, now)
     # A run of a version without named rewards had none, and goes on.
     old = {key: value for key, value in json.loads(json.dumps(command.flat(PpoConfig()))).items() if key != "rewards"}
-    assert command.changes(old, PpoConfig()) == ""
+    assert changes(old, PpoConfig()) == ""
 
 
 MUST_BE = "it must be NAME=WEIGHT, or a table of a name, a weight and the parameters of the reward"

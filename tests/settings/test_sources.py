@@ -4,7 +4,6 @@ import tomllib
 
 import pytest
 
-from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError, check_required, flat
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
@@ -23,7 +22,7 @@ type = "chat"
 
 def read(tmp_path, text: str, *argv: str, config=SftConfig, command="sft"):
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
-    return resolve(command, config(), ["--config", str(tmp_path / "run.toml"), *argv], COMMANDS)
+    return resolve(command, config(), ["--config", str(tmp_path / "run.toml"), *argv])
 
 
 def test_tables_of_a_file(tmp_path):
@@ -51,7 +50,7 @@ def test_the_config_of_a_run_reads_back(tmp_path):
 
 
 def test_the_command_line_names_files_with_weights():
-    config = resolve("sft", SftConfig(), ["--sources", "a=b.jsonl=2, folder/c.x.json=0.5"], COMMANDS)
+    config = resolve("sft", SftConfig(), ["--sources", "a=b.jsonl=2, folder/c.x.json=0.5"])
     assert [(e["name"], e["file"], e["weight"]) for e in config.mixture.sources] == [
         ("a-b", "a=b.jsonl", 2.0),
         ("c-x", "folder/c.x.json", 0.5),

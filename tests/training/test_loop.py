@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
+from r3lite.core.exit_status import Terminated
 from r3lite.core.invocation import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings

@@ -185,7 +185,9 @@ def broken(at: int, late: bool = False, **toy) -> Watched:
             with torch.no_grad():
                 made.policy.fill_(float("nan"))
             if not late:
-                raise NotFinite("question 7: the model's logits are not finite: layer 3\nmore", "Pass --dtype fp32.")
+                raise NotFinite(
+                    "question 7: the model's logits are not finite: layer 3\nmore", "Pass --dtype fp32.", code="broken"
+                )
 
     made.before_update, made.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
     return made
@@ -228,7 +230,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
     class Nan(Script):
         def measure(self):
             if len(self.toy.seen.steps) == 6:
-                raise NotFinite("not a number", "")
+                raise NotFinite("not a number", "", code="broken")
             return measure(self)
 
     config = with_values(ToyConfig(), {"save_every": 0, "output": str(tmp_path)})

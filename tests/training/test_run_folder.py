@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 from safetensors import SafetensorError
 
-from r3lite.core.command import changes
 from r3lite.core.config import flat
+from r3lite.core.earlier_output import changes
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
 from r3lite.core.invocation import with_values

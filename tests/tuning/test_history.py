@@ -5,7 +5,7 @@ import json
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.tuning.history import Candidate, History, Round, most
+from r3lite.tuning.history import Candidate, History, RoundResult, most_prompts
 
 
 def scored(value):
@@ -17,7 +17,7 @@ def history(tmp_path):
     """The first prompt with 0.3, and of it three new ones: 0.5, rejected, and 0.3."""
     made = History(tmp_path / "history.json", "origin", "f1", "{question}")
     made.score(made.candidates[0], scored(0.3))
-    made.close(Round(0, 0, 0.0, 0.0, 0.0, 1.0))
+    made.close(RoundResult(0, 0, 0.0, 0.0, 0.0, 1.0))
     made.add(Candidate(1, "a {question}", 1, 0, 1, "too short"))
     made.add(Candidate(2, "b", 1, 0, 3, "too long", "it lost {question}"))
     made.add(Candidate(3, "c {question}", 1, 0, 4, "too dull"))
@@ -28,7 +28,7 @@ def history(tmp_path):
 
 def test_the_best_comes_first_and_of_equal_ones_the_older(history):
     assert [c.id for c in history.ranked()] == [1, 0, 3] and history.best.id == 1
-    assert [c.id for c in history.ranked(before=1)] == [0]
+    assert [c.id for c in history.ranked(before_round=1)] == [0]
 
 
 def test_a_round_goes_on_from_the_beam_of_the_rounds_before(history):
@@ -48,7 +48,7 @@ def test_what_waits_is_neither_scored_nor_rejected(history):
 def test_it_is_read_back_as_it_was(history):
     again = History(history.path, "origin", "f1", "{question}")
     assert again.candidates == history.candidates and again.rounds == history.rounds
-    history.close(Round(1, 1, 0.2, 0.1, 0.3, 0.004))
+    history.close(RoundResult(1, 1, 0.2, 0.1, 0.3, 0.004))
     again = History(history.path, "origin", "f1", "{question}")
     assert again.rounds == history.rounds and again.table() == history.table()
     assert again.table().splitlines()[2:] == [
@@ -76,6 +76,6 @@ def test_what_is_no_history_is_refused(history, change, told):
 
 def test_the_most_that_a_run_does_by_hand():
     """Beam 4 and branch 4: one prompt is tried, then four and four; 4, 16 and 16 are made."""
-    assert (most(3, 4, 4).tried, most(3, 4, 4).made, most(3, 4, 4).scored) == (9, 36, 37)
-    assert (most(2, 2, 4).tried, most(2, 2, 4).made, most(2, 2, 4).scored) == (3, 12, 13)
-    assert (most(2, 4, 1).tried, most(2, 4, 1).made, most(2, 4, 1).scored) == (3, 3, 4)
+    assert (most_prompts(3, 4, 4).tried, most_prompts(3, 4, 4).edited, most_prompts(3, 4, 4).scored) == (9, 36, 37)
+    assert (most_prompts(2, 2, 4).tried, most_prompts(2, 2, 4).edited, most_prompts(2, 2, 4).scored) == (3, 12, 13)
+    assert (most_prompts(2, 4, 1).tried, most_prompts(2, 4, 1).edited, most_prompts(2, 4, 1).scored) == (3, 3, 4)

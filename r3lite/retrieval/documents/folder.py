@@ -55,7 +55,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> DocumentFolde
     """
     root = Path(folder)
     if not root.is_dir():
-        raise R3LiteError(f"{folder} is not a folder", "Pass a file of passages as --corpus.")
+        raise R3LiteError(f"{folder} is not a folder", "Pass a file of passages as --corpus.", code="not-a-folder")
     result = DocumentFolder()
     keys: set[str] = set()
     for name in tqdm(list(_files(root, result.skipped)), desc="reading documents", unit="", disable=None):
@@ -76,7 +76,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> DocumentFolde
             result.skipped.append((name, error.reason, error.detail))
     if not result.documents:
         cause = f"{folder} has no readable document\n{result.summary()}"
-        raise R3LiteError(cause, f"Supported: {', '.join(READERS)}.")
+        raise R3LiteError(cause, f"Supported: {', '.join(READERS)}.", code="no-documents")
     return result
 
 

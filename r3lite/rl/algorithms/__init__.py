@@ -1,5 +1,7 @@
 """The algorithms, by the name that --algorithm takes. A new one is a file in this folder and a line here."""
 
+from collections.abc import Collection
+
 from r3lite.core.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
@@ -32,17 +34,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
-def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> None:
-    """Raises UsageError if settings contradict each other, or if the algorithm does not read one that the user set.
-
-    `usual` are the same settings without flags and files: what differs was set by the user.
-    """
+def check(settings: RLSettings, set_by_user: Collection[str], lengths: LengthSettings) -> None:
+    """Raises UsageError if settings contradict each other, or if the algorithm does not read one that the user set."""
     algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
     read_by_some = frozenset().union(*(cls.own_settings for cls in ALGORITHMS.values()))
     unread = read_by_some - algorithm.own_settings
     for setting, value in vars(settings).items():
-        if setting not in unread or value == getattr(usual, setting):
+        if setting not in unread or setting not in set_by_user:
             continue
         readers = ", ".join(name for name, cls in ALGORITHMS.items() if setting in cls.own_settings)
         problem = f"{flag(setting)} is {value}, but has no effect with --algorithm {settings.algorithm}"
-        raise UsageError(f"{problem}: it needs one of {readers}")
+        raise UsageError(f"{problem}: it needs one of {readers}", code="algorithm-option-unused")

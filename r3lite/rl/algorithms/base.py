@@ -78,15 +78,20 @@ class Algorithm:
         name = settings.algorithm
         if self.has_groups and settings.num_generations == 1:
             cause = f"--num-generations is 1, but {name.upper()} compares episodes of a question"
-            raise UsageError(f"{cause}: pass 2 or more")
+            raise UsageError(f"{cause}: pass 2 or more", code="group-of-one")
         if settings.kl_target and not settings.kl_beta:
-            raise UsageError("--kl-target needs a --kl-beta above 0, which it adapts")
+            raise UsageError("--kl-target needs a --kl-beta above 0, which it adapts", code="kl-target-without-beta")
         if settings.kl_target and settings.kl_budget:
-            raise UsageError("--kl-target and --kl-budget would both steer the same KL: pass one of them")
+            raise UsageError(
+                "--kl-target and --kl-budget would both steer the same KL: pass one of them", code="kl-steered-twice"
+            )
         if settings.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
-            raise UsageError(f"--kl-estimator k1 has a mean gradient of 0 in the loss of {name}: pass k2 or k3")
+            raise UsageError(
+                f"--kl-estimator k1 has a mean gradient of 0 in the loss of {name}: pass k2 or k3",
+                code="kl-estimator-zero",
+            )
         if settings.importance_cap is not None and settings.old_logprobs == "sampler":
-            raise UsageError("--importance-cap also needs --old-logprobs trainer")
+            raise UsageError("--importance-cap also needs --old-logprobs trainer", code="cap-without-trainer-logprobs")
 
     @property
     def max_off_policy(self) -> int:

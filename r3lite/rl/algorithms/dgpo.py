@@ -42,10 +42,10 @@ class Dgpo(Grpo):
         super().__init__(settings, lengths)
         if (settings.teacher is None) == (settings.teacher_logprobs is None):
             ways = "--teacher MODEL, or --teacher-logprobs FOLDER, which `collect` writes"
-            raise UsageError(f"{settings.algorithm} needs one teacher: pass {ways}")
+            raise UsageError(f"{settings.algorithm} needs one teacher: pass {ways}", code="one-teacher-needed")
         if settings.kl_budget and settings.teacher_logprobs:
             cause = "--kl-budget is measured on episodes that the policy sampled, but --teacher-logprobs replaces those"
-            raise UsageError(f"{cause} that failed: pass --teacher, or no --kl-budget")
+            raise UsageError(f"{cause} that failed: pass --teacher, or no --kl-budget", code="budget-without-teacher")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)

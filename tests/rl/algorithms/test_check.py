@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from r3lite.core.command import COMMANDS, usual
 from r3lite.core.config import UsageError
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.rl import algorithms
@@ -14,8 +13,8 @@ from tests.commands import NEEDED
 
 
 def check(*flags: str) -> None:
-    config = resolve("ppo", PpoConfig(), list(flags), COMMANDS)
-    algorithms.check(config.rl, usual("ppo", config).rl, config.lengths)
+    config = resolve("ppo", PpoConfig(), list(flags))
+    algorithms.check(config.rl, config.set_by_user, config.lengths)
 
 
 @pytest.mark.parametrize("preset", ["laptop-4gb", "tiny", "search-r1"])
@@ -123,11 +122,11 @@ def test_what_fits_together_is_taken(flags):
 
 
 def test_the_same_settings_are_never_refused_when_they_come_from_a_run(tmp_path):
-    """The config.toml of a run names every setting; only what differs from the usual was asked for."""
+    """The config.toml of a run names every setting; only what differs from the preset was asked for."""
     for name in ALGORITHMS:
         flags = ["--algorithm", name, "--preset", "tiny", *NEEDED.get(name, [])]
-        config = resolve("ppo", PpoConfig(), flags, COMMANDS)
+        config = resolve("ppo", PpoConfig(), flags)
         (tmp_path / "config.toml").write_text(to_toml(config, "ppo"), encoding="utf-8")
         flags = ["--config", str(tmp_path / "config.toml")]
         check(*flags)
-        assert resolve("ppo", PpoConfig(), flags, COMMANDS).rl == config.rl
+        assert resolve("ppo", PpoConfig(), flags).rl == config.rl

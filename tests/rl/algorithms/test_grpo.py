@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from r3lite.core.config import UsageError
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
@@ -15,8 +16,12 @@ def test_advantages_and_weights_by_hand():
     """Two episodes of one question, paid 1 and 0, with two action tokens and one."""
     batch = Batch.of(
         [
-            Rollout([1, 2, 3], [False, True, True], [0.0] * 2, [0.0] * 2, [(2, 1.0)], 0),
-            Rollout([1, 4], [False, True], [0.0], [0.0], [], 0),
+            Rollout(
+                TokenRecord(tokens=[1, 2, 3], action_mask=[False, True, True], logprobs=[0.0] * 2, values=[0.0] * 2),
+                [(2, 1.0)],
+                0,
+            ),
+            Rollout(TokenRecord(tokens=[1, 4], action_mask=[False, True], logprobs=[0.0], values=[0.0]), [], 0),
         ]
     )
     algorithm = Grpo(RLSettings(algorithm="grpo"), LengthSettings())
@@ -63,7 +68,10 @@ def test_equal_returns_teach_nothing(batch, gradients):
 
 def test_groups_stay_together():
     assert Grpo.has_groups
-    made = [Rollout([1, 2], [False, True], [0.0], [0.0], [], group) for group in (0, 1, 0, 1, 2)]
+    made = [
+        Rollout(TokenRecord(tokens=[1, 2], action_mask=[False, True], logprobs=[0.0], values=[0.0]), [], group)
+        for group in (0, 1, 0, 1, 2)
+    ]
     steps = Batch.of(made).mini_batches(1, "s", by_group=True)
     order = [row for step in steps for row in step]
     assert order in [list(chain(*units)) for units in permutations([[0, 2], [1, 3], [4]])]

@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
@@ -22,7 +23,13 @@ def algorithm(name: str, **settings):
 
 def rollout(tokens: int, paid: float, group: int = 0, off_policy: bool = False) -> Rollout:
     mask = [False] + [True] * tokens
-    return Rollout([1] * len(mask), mask, [0.0] * tokens, [0.0] * tokens, [(tokens, paid)], group, False, off_policy)
+    return Rollout(
+        TokenRecord(tokens=[1] * len(mask), action_mask=mask, logprobs=[0.0] * tokens, values=[0.0] * tokens),
+        [(tokens, paid)],
+        group,
+        cut_off=False,
+        off_policy=off_policy,
+    )
 
 
 def test_shaping_by_hand():

@@ -3,13 +3,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.algorithms.ppo import Ppo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
 from r3lite.settings import LengthSettings, RLSettings
 
 
 def test_advantages_weights_and_statistics_by_hand():
-    batch = Batch.of([Rollout([1, 2, 9, 3], [False, True, False, True], [0.0] * 2, [0.5, 0.2], [(3, 1.0)], 0)])
+    batch = Batch.of(
+        [
+            Rollout(
+                TokenRecord(
+                    tokens=[1, 2, 9, 3], action_mask=[False, True, False, True], logprobs=[0.0] * 2, values=[0.5, 0.2]
+                ),
+                [(3, 1.0)],
+                0,
+            )
+        ]
+    )
     algorithm = Ppo(RLSettings(kl_beta=0.0, gamma=0.9, gae_lambda=0.5), LengthSettings())
     known = algorithm.with_advantages(batch)
     # delta_1 = 1 - 0.2 = 0.8; delta_0 = 0.9 * 0.2 - 0.5 = -0.32; A_0 = -0.32 + 0.9 * 0.5 * 0.8 = 0.04

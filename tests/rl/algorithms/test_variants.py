@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from r3lite.core.token_record import TokenRecord
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
 from r3lite.settings import LengthSettings
@@ -17,7 +18,12 @@ LENGTHS = LengthSettings(max_hops=2, max_new_tokens=5)  # an episode samples at 
 def rollout(tokens: int, paid: float, group: int = 0, cut_off: bool = False) -> Rollout:
     """A prompt of one token and so many that were sampled."""
     mask = [False] + [True] * tokens
-    return Rollout([1] * len(mask), mask, [0.0] * tokens, [0.0] * tokens, [(tokens, paid)], group, cut_off)
+    return Rollout(
+        TokenRecord(tokens=[1] * len(mask), action_mask=mask, logprobs=[0.0] * tokens, values=[0.0] * tokens),
+        [(tokens, paid)],
+        group,
+        cut_off=cut_off,
+    )
 
 
 def algorithm(name: str, **settings):

@@ -6,17 +6,18 @@ import functools
 
 import pytest
 
+import r3lite.settings as settings
 from r3lite.core import command
-from r3lite.core.config import UsageError, flag, flat, kinds_of, sections
+from r3lite.core.config import Origin, Section, UsageError, flag, flat, kinds_of, sections
 from r3lite.core.episode import Document, Question
 from r3lite.core.invocation import resolve, with_values
+from r3lite.core.needs import CommandSettings, NeedsOthers, check_used
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.retrieval.retriever import RETRIEVERS, build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rl import algorithms
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ProtocolSettings, RetrievalSettings, RLSettings
-from r3lite.settings.uses import USES
 from tests.commands import CONFIGS
 
 # Texts that must be of a certain form; any other text is some file or name.
@@ -46,30 +47,39 @@ def fits(kind, name, value) -> bool:
 
 def resolved(name: str, *argv: str):
     default, table = CONFIGS[name]
-    return table, resolve(table, default, list(argv), command.COMMANDS)
+    return table, resolve(table, default, list(argv))
 
 
 def outcome(table: str, config, name: str) -> str:
     """What becomes of an option beside the others: "taken", or "refused" by its name."""
     changed = with_values(config, {name: another(config, name)})
     assert flat(changed)[name] != flat(config)[name]
+    changed = dataclasses.replace(changed, set_by_user={**config.set_by_user, name: Origin.FLAG})
     try:
-        command.check_used(table, changed)
+        check_used(table, changed)
         if "algorithm" in flat(changed) and table == "ppo":
-            algorithms.check(changed.rl, command.usual(table, changed).rl, changed.lengths)
+            algorithms.check(changed.rl, changed.set_by_user, changed.lengths)
     except UsageError as error:
         return "refused" if flag(name) in str(error) else str(error)
     return "taken"
 
 
-def test_every_row_is_about_settings_that_there_are():
-    known = {name for default, _ in CONFIGS.values() for name in flat(default)}
-    known |= {name for module in ("report", "export") for name in flat(config_of(module))}
-    assert {name for use in USES for name in use.names.split()} <= known
+def test_every_need_of_a_command_is_about_settings_that_it_has():
+    for default, _ in CONFIGS.values():
+        for needs in default.needs:
+            assert {*needs.names.split()} <= flat(default).keys()
 
 
-def config_of(module: str):
-    return getattr(__import__(f"r3lite.{module}", fromlist=[""]), f"{module.title()}Config")()
+SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda cls: cls.__name__)
+def test_every_need_is_about_settings_of_its_section(section):
+    for needs in section.needs:
+        assert {*needs.names.split(), *needs.but.split()} <= kinds_of(section).keys()
+        # The first raises AttributeError for another section's setting, the second returns None for it.
+        view = CommandSettings() if isinstance(needs, NeedsOthers) else section()
+        needs.met(view)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -112,7 +122,7 @@ def test_what_a_retriever_does_not_read_is_refused(retriever):
     build_retriever(Setup(watched.settings, [QUESTION]))([(QUESTION, "Oslo")])
     # The two others may stay while retrievers are compared.
     idle = watched.fields - watched.read - {"retriever", "encoder", "top_k"}
-    assert len(idle) >= 8
+    assert len(idle) >= 7
     assert {option: outcome(table, config, option) for option in idle} == dict.fromkeys(idle, "refused")
 
 
@@ -198,24 +208,24 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
 def test_what_would_do_nothing_is_refused_with_what_it_is_for(name, argv, option):
     table, config = resolved(name, *argv.split())
     with pytest.raises(UsageError, match=f"^{option} is .*, but has no effect here: it needs "):
-        command.check_used(table, config)
+        check_used(table, config)
 
 
 def test_what_collects_plain_rag_takes_what_its_evaluation_takes():
     """Otherwise the prompts of its rows could not be those of the evaluation."""
     limits = "--top-k 5 --max-length 600 --max-new-tokens 50 --max-document-tokens 40 --thinking on --system-prompt Hi"
     for name in ("collect", "evaluate"):
-        command.check_used(*resolved(name, "--baseline", "rag", *limits.split()))
+        check_used(*resolved(name, "--baseline", "rag", *limits.split()))
 
 
 def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tmp_path):
-    command.check_used(*resolved("evaluate", "--preset", "tiny", "--retriever", "golden"))
+    check_used(*resolved("evaluate", "--preset", "tiny", "--retriever", "golden"))
     path = tmp_path / "all.toml"
     path.write_text("guard = 'off'\nfusion = 'weighted'\n", encoding="utf-8")
-    command.check_used(*resolved("evaluate", "--config", str(path)))
+    check_used(*resolved("evaluate", "--config", str(path)))
     path.write_text("[evaluate]\nfusion = 'weighted'\n", encoding="utf-8")
     with pytest.raises(UsageError, match="--fusion is"):
-        command.check_used(*resolved("evaluate", "--config", str(path)))
+        check_used(*resolved("evaluate", "--config", str(path)))
 
 
 HARMFUL = {
@@ -236,9 +246,10 @@ def test_what_would_do_harm_is_refused_wherever_it_stands(tmp_path, name):
     in_table.write_text(f"[{table}]\n{name} = {value}\n", encoding="utf-8")
     for given in ([flag(name), str(value)], ["--config", str(path)], ["--config", str(in_table)]):
         with pytest.raises(UsageError, match=f"{flag(name)} is {value}, but has no effect here"):
-            command.check_used(*resolved(table, *argv, *given))
-    command.check_used(*resolved(table, *argv, "--config", str(in_table), "--resume", "auto"))  # an earlier version's
-    assert {n for use in USES if use.harmful for n in use.names.split()} == HARMFUL.keys()
+            check_used(*resolved(table, *argv, *given))
+    check_used(*resolved(table, *argv, "--config", str(in_table), "--resume", "auto"))  # an earlier version's
+    harmful = [needs for section in SECTIONS for needs in section.needs if needs.harmful]
+    assert {name for needs in harmful for name in needs.names.split()} == HARMFUL.keys()
 
 
 def test_a_command_refuses_before_its_work(capsys):

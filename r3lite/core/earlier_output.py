@@ -1,0 +1,90 @@
+"""Whether a command may go on with what an earlier start of it has left in an output."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from r3lite.core.config import Trait, flat, sections, settings_with
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import names_in
+from r3lite.core.invocation import load_toml, with_values
+
+CONFIG = "config.toml"  # the resolved settings, in the folder of a run
+
+
+def free_settings(config: Any) -> set[str]:
+    """Returns the names of a command's settings that a resumed run may change."""
+    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
+
+
+def changes(earlier: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
+    """Returns the settings that are not those of an earlier run, with both values; empty if there are none.
+
+    Left out are those that a resumed run may change, those in `free`, and without a judge the judge's. A setting that
+    the earlier run's version of r3lite lacked had its default.
+    """
+    current = _as_json(config)
+    default = _as_json(type(config)())
+    earlier = default | earlier
+    fixed = earlier.keys() - free_settings(config) - set(free)  # every name: `default` has those of today
+    if earlier.get("judge") == current.get("judge") == "none":
+        fixed = {name for name in fixed if not name.startswith("judge_")}
+    return ", ".join(
+        f"{name} (was {earlier[name]}, is {current.get(name)})"
+        for name in sorted(fixed)
+        if earlier[name] != current.get(name)
+    )
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    """Returns the settings as files have them, in which tuples are lists."""
+    return json.loads(json.dumps(flat(config)))
+
+
+def refuse_another_run(config_file: Path, command: str, config: Any, output: Path, free: Collection[str] = ()) -> None:
+    """Raises R3LiteError unless a file that `to_toml` wrote beside an output is of this command and these settings.
+
+    Settings that came with a later version of r3lite count as unchanged.
+    """
+    remedy = "Pass another --output; this one is not changed."
+    table = load_toml(config_file).get(command)
+    if not isinstance(table, dict):
+        raise R3LiteError(
+            f"{output} is not a run of {command}: {config_file} has no [{command}]", remedy, code="not-a-run"
+        )
+    earlier = _as_json(with_values(config, table, f"{config_file}: "))
+    if changed := changes(earlier, config, free):
+        cause = f"{output} is from another run of {command}: {changed}"
+        raise R3LiteError(cause, f"Pass --config {config_file}. Or: {remedy}", code="other-run")
+
+
+def refuse_other_inputs(earlier: dict[str, str], current: dict[str, str], remedy: str) -> None:
+    """Raises R3LiteError if a fingerprint of what a run reads is not what it was when the run started; by its names.
+
+    What only one of the two has counts as unchanged: earlier versions knew less.
+    """
+    changed = [name for name, fingerprint in current.items() if earlier.get(name, fingerprint) != fingerprint]
+    if changed:
+        raise R3LiteError(
+            f"what the run reads has changed since it started: {', '.join(changed)}", remedy, code="inputs-changed"
+        )
+
+
+def check_output(
+    output: Path, command: str, config: Any, allowed: Collection[str] = (), free: Collection[str] = ()
+) -> set[str]:
+    """Returns the names in an output folder: none, or what an earlier start of this very run has left.
+
+    CONFIG is among the latter. Raises R3LiteError for anything else; `allowed` are the names of all that such a start
+    may leave, if that is fixed.
+    """
+    names = names_in(output)
+    if not names:
+        return names
+    foreign = names.difference(allowed)
+    if CONFIG not in names or (allowed and foreign):
+        cause = f"--output {output} is not an empty folder: it holds {min(foreign or names)}"
+        raise R3LiteError(cause, f"Pass another folder, such as {output / command}.", code="output-not-empty")
+    refuse_another_run(output / CONFIG, command, config, output, free)
+    return names

@@ -1,0 +1,43 @@
+"""The processes of a run that torchrun has started: which one this is, what all must agree on, and who prints."""
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import r3lite
+from r3lite.core.config import flag, flat
+from r3lite.core.terminal import printable, say
+
+
+class World(NamedTuple):
+    """Says which of a run's processes this is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those of this machine
+
+
+def world() -> World:
+    """Returns what torchrun has put into the environment; without it, one process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not {*names, "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return World()
+    return World(*(int(os.environ[name]) for name in names))
+
+
+def shared_facts(config: Any) -> dict[str, Any]:
+    """Returns what the processes of a run must agree on before they begin: all settings but where files are."""
+    facts = {"the version of r3lite": r3lite.__version__}
+    for name, value in flat(config).items():
+        if name not in ("config", "output"):
+            facts[flag(name)] = value
+    return facts
+
+
+def say_error(message: str) -> None:
+    """Prints an error; of several processes, those beside the first say which they are."""
+    rank = world().rank
+    if rank:
+        print(printable(f"[rank {rank}] {message.lstrip()}"), file=sys.__stderr__)
+    else:
+        say(message)
