@@ -21,7 +21,7 @@ from r3lite.devices.precision import Precision
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models import hooks
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.logprobs import TEACHER_TEMPERATURE, chosen_loss, token_logprobs, token_loss
+from r3lite.models.logprobs import TEACHER_TEMPERATURE, candidates_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
@@ -85,8 +85,9 @@ class Learner:
             if not self.budget.accepts(kl, error):
                 return dict(self.budget.metrics)
         batch = self.algorithm.with_advantages(batch)
-        scaled = settings.negative_advantage_scale * batch.advantages
-        batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
+        advantages = batch.advantages
+        scaled = settings.negative_advantage_scale * advantages
+        batch = replace(batch, advantages=torch.where(advantages < 0, scaled, advantages))
         step_sums: list[Sums] = []  # of each optimizer step
         first_epoch_ratios: list[Tensor] = []  # [2, N] of each optimizer step of the first epoch, see `loss`
         norms: list[float] = []
@@ -282,7 +283,7 @@ class Learner:
 
         with self.precision.autocast():
             hidden, _ = action_states(self.model, batch)
-            loss, sums = chosen_loss(
+            loss, sums = candidates_loss(
                 hidden,
                 self.model.head_weight[: self.vocabulary],
                 teacher_ids,
