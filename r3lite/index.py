@@ -7,8 +7,8 @@ from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
+from r3lite.settings.addresses import collection_server
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.retrieval import collection_server
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 

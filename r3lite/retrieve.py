@@ -3,11 +3,12 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from r3lite.core import command
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.needs import NeedsOthers
 from r3lite.core.terminal import printable
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
@@ -24,6 +25,8 @@ class RetrieveConfig(CommandConfig):
     With --query, prints the passages found by one query, their scores and the retriever that found each. With --serve,
     answers POST /retrieve in Search-R1's format and, with --rerank, POST /rerank.
     """
+
+    needs: ClassVar = (NeedsOthers("limit", "--data", lambda s: s.data),)
 
     retrieve: RetrieveSettings = RetrieveSettings()
     data: DataSettings = DataSettings()

@@ -13,7 +13,7 @@ from r3lite.core.files import write_jsonl
 from r3lite.exporting import chats
 from r3lite.models import full_tuning, lora
 from r3lite.models.weights import load_model, resolve_folder
-from r3lite.settings import command_config
+from r3lite.settings import common
 from r3lite.training import checkpoint, metrics
 from tests.errors import raises
 from tests.test_sft import toy  # noqa: F401 (a fixture)
@@ -97,7 +97,7 @@ def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys)
     assert "--gradient-accumulation is 4, but has no effect here: it needs a run without --no-lora" in told
     assert f"(in {file} it may stand in the table of another command)" in told
     # As of a run that an earlier version began.
-    monkeypatch.setattr(command_config, "check_used", lambda *settings: None)
+    monkeypatch.setattr(common, "check_used", lambda *settings: None)
     assert sft.main(arguments) == 1
     assert "the 8 rows of a step must be one pass through the model, not 4" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from r3lite import ppo, sft
-from r3lite.core.spans import Spans, span
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.training import metrics
 from r3lite.training.trace import CHROME, CLOSED, OPENTELEMETRY
 from tests.cold_start import WORLD, arguments, logged, same
@@ -35,8 +35,10 @@ def test_spans_know_what_they_are_inside_of():
 
 def test_without_spans_no_clock_is_read(monkeypatch):
     monkeypatch.setattr("r3lite.core.spans.time", None)
-    with span(None, "rollout", episodes=1) as told:
+    with NO_SPANS.span("rollout", episodes=1) as told:
         assert told == {"episodes": 1}
+    NO_SPANS.add("retrieve", "retriever", NO_SPANS.now(), queries=3)
+    assert not NO_SPANS.take()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.full_tuning import FullTuning
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
-from r3lite.settings.command_config import CommandConfig
+from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, MODEL

@@ -21,7 +21,7 @@ from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
-from r3lite.core.spans import Spans, Stopwatch, build_spans
+from r3lite.core.spans import NO_SPANS, Spans, Stopwatch, build_spans
 from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
@@ -54,7 +54,7 @@ class RLTrainer:
     guard: Guard
     episodes_file: Path
     teacher: Teacher | None = None
-    spans: Spans | None = None
+    spans: Spans = NO_SPANS
 
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one round; returns its metrics, and the number of tokens of its episodes."""
@@ -134,7 +134,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     questions = read_questions(config)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)
-    spans = build_spans(config.tracking.track_spans) if ranks.first else None
+    spans = build_spans(config.tracking.track_spans) if ranks.first else NO_SPANS
     judge = None
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
@@ -142,7 +142,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     torch.manual_seed(config.common.seed)  # checkpoints keep its state; all random draws have their own streams
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
-    traces = rl_guidance.read(config)
+    traces = rl_guidance.traces_of(config)
     replay = rl_guidance.build_buffer(config)
     parts: dict[str, Stateful] = {"guard": guard}
     if replay:

@@ -17,7 +17,7 @@ from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
 from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
 from r3lite.core.episode import Question
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
@@ -52,7 +52,7 @@ def build_learning(
     questions: list[Question],
     held_out: Sequence[Question] = (),
     traces: Sequence[Trajectory] = (),
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
     ranks: Ranks = ALONE,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
@@ -81,12 +81,12 @@ def build_learning(
     )
     policy = load_policy(folder, config.model, memory=config.memory, plan=plan, training=training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
-    adapted: dict[str, Stateful] = {}
+    controllers: dict[str, Stateful] = {}
     if rl.kl_target:
-        adapted["kl"] = algorithm.kl
+        controllers["kl"] = algorithm.kl
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
-        adapted["kl_budget"] = budget
+        controllers["kl_budget"] = budget
     inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols=protocols))
     state = policy.train_state(
         config.optimizer,
@@ -94,7 +94,7 @@ def build_learning(
         data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),
         inputs=inputs,
         facts={"algorithm": rl.algorithm, "questions": len(questions)},
-        **adapted,
+        **controllers,
         **parts,
     )
     engine = Engine(

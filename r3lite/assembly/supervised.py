@@ -15,7 +15,7 @@ from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.spans import build_spans, span
+from r3lite.core.spans import NO_SPANS, build_spans
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, Trajectory, fingerprint, lengths_of
@@ -50,7 +50,7 @@ class SFTTrainer:
         self.held_out = held_out
         self.total, self.last_row = config.length(len(rows))
         self.ranks = policy.ranks
-        self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else None
+        self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         self.state = policy.train_state(
             settings=config.optimizer,
@@ -83,7 +83,7 @@ class SFTTrainer:
         )
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
-        with span(self.spans, "update", rows=len(rows)):
+        with self.spans.span("update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
             norm, _ = self.state.update()
@@ -92,7 +92,7 @@ class SFTTrainer:
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
-            with span(self.spans, "validate", rows=len(self.held_out)):
+            with self.spans.span("validate", rows=len(self.held_out)):
                 record |= self.validation_losses()
         return with_perplexity(record), count_tokens(rows)
 

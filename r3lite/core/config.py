@@ -14,7 +14,6 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -72,25 +71,6 @@ class Alias:
     name: str
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Says what settings need, without which they have no effect, so that the user must not set them.
-
-    It stands in `Section.needs`. `names` are settings of that section with blanks between, or empty for all of them but
-    those in `but`; `met` tells of the section whether there is what they need, and `purpose` names it in the error.
-    """
-
-    names: str
-    purpose: str
-    met: Callable[[Any], object]
-    but: str = ""
-
-    def concerns(self, name: str) -> bool:
-        if self.names:
-            return name in self.names.split()
-        return name not in self.but.split()
-
-
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
 MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
@@ -117,7 +97,7 @@ class Section(Frozen):
 
     # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
-    needs: typing.ClassVar[tuple[Needs, ...]] = ()
+    needs: typing.ClassVar[tuple[Any, ...]] = ()  # what its settings need, without which they do nothing (needs.py)
 
     def check(self) -> None:
         """Raises UsageError if its settings contradict each other; called when all sources are read."""

@@ -1,6 +1,6 @@
 """Spans (named, nested time intervals) of the parts of a run, for `--track-spans`, and the seconds of a step's stages.
 
-Code that gets None instead of `Spans` records none.
+Code that records spans gets `Spans`, or NO_SPANS, which records none.
 """
 
 import secrets
@@ -93,29 +93,38 @@ class Spans:
         return finished
 
 
-def build_spans(track_spans: str) -> Spans | None:
-    """Returns the recorder for --track-spans, or None if it is off."""
-    return None if track_spans == "none" else Spans()
+class NoSpans(Spans):
+    """Records nothing: the recorder of a run without --track-spans, and of all ranks but the first."""
 
+    def now(self) -> int:
+        return 0
 
-def span(spans: Spans | None, name: str, **attributes: int | float | str) -> AbstractContextManager:
-    """Returns the context of `Spans.span`, or one that does nothing if no spans are recorded."""
-    if spans is None:
+    def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[Attributes]:
         return nullcontext(attributes)
-    return spans.span(name, **attributes)
+
+    def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
+        pass
+
+
+NO_SPANS = NoSpans()
+
+
+def build_spans(track_spans: str) -> Spans:
+    """Returns the recorder for --track-spans."""
+    return NO_SPANS if track_spans == "none" else Spans()
 
 
 @dataclass
 class Stopwatch:
     """Measures the seconds of each stage of a step, as `time/<stage>`; each is also a span, if spans are recorded."""
 
-    spans: Spans | None = None
+    spans: Spans = NO_SPANS
     laps: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times the block."""
         start = time.perf_counter()
-        with span(self.spans, name):
+        with self.spans.span(name):
             yield
         self.laps[f"time/{name}"] = time.perf_counter() - start

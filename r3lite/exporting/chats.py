@@ -15,13 +15,13 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
-from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens
+from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens, template_file
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
 SWITCH = "enable_thinking"  # of some templates
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
-ANOTHER_DAY = date(2031, 12, 4)
+ANOTHER_DAY = date(2031, 12, 4)  # of programs that use an export: it is not the date of the training
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -68,11 +68,6 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return made
 
 
-def another_day(format: str) -> str:
-    """The clock of programs that use an export: it does not say the date of the training."""
-    return ANOTHER_DAY.strftime(format)
-
-
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
     """`check` of what transformers makes of a model folder, on another day and by its own tokenizer class."""
     config = read_record(folder / TOKENIZER, "")
@@ -85,7 +80,8 @@ def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -
             code="tokenization-differs",
         )
     source = chat_template(folder, config)
-    template = ChatTemplate(source, str(folder), special_tokens(config), thinking=None, clock=another_day)
+    where = str(template_file(folder))
+    template = ChatTemplate(source, where, tokens=special_tokens(config), thinking=None, day=ANOTHER_DAY)
     check(str(folder), definition, template.render(messages, prompt=True), ids)
 
 
@@ -96,7 +92,8 @@ def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[
     definition = (base / "tokenizer.json").read_text(encoding="utf-8")
     place = output if (output / TEMPLATE).is_file() else base
     source = chat_template(place, config)
-    template = ChatTemplate(source, str(place), special_tokens(config), thinking=thinking, clock=another_day)
+    where = str(template_file(place))
+    template = ChatTemplate(source, where, tokens=special_tokens(config), thinking=thinking, day=ANOTHER_DAY)
     check(str(place), definition, template.render(messages, prompt=True), ids)
 
 
@@ -107,7 +104,7 @@ def check_gguf(
     definition = json.dumps(files["tokenizer.json"])
     config = Record(files[TOKENIZER], Source(str(path)))
     source = config.text("chat_template")
-    template = ChatTemplate(source, str(path), special_tokens(config), thinking=None, clock=another_day)
+    template = ChatTemplate(source, str(path), tokens=special_tokens(config), thinking=None, day=ANOTHER_DAY)
     check(str(path), definition, template.render(messages, prompt=True), ids)
     check(f"{path.parent / 'Modelfile'}", definition, filled(modelfile, QUESTION), ids, adds_first=True)
 

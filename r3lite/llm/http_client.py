@@ -69,9 +69,20 @@ class BoundedClient(httpx.AsyncClient):
 class Unanswered(R3LiteError):
     """A request without a reply; if it `passes`, the next try or another server may give one, after `pause` seconds."""
 
-    def __init__(self, cause: str, remedy: str, passes: bool, status: int = 0, pause: float = 0.0):
-        super().__init__(cause, remedy)
-        self.passes, self.status, self.pause = passes, status, pause
+    def __init__(
+        self,
+        cause: str,
+        remedy: str,
+        passes: bool,
+        status: int = 0,
+        pause: float = 0.0,
+        *,
+        code: str,
+    ):
+        super().__init__(cause, remedy, code=code)
+        self.passes = passes
+        self.status = status
+        self.pause = pause
 
 
 class WrongReply(R3LiteError):

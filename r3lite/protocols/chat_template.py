@@ -1,18 +1,16 @@
 """A model folder's chat template, rendered as transformers renders it, and read for the markup that it writes.
 
-Owns the Jinja environment. Templates come from downloaded files, so they run in Jinja's sandbox. Knows no tokens.
+Templates come from downloaded files, so they run in Jinja's sandbox, in a process with limits (rendering.py). Knows no
+tokens.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError  # jinja2 comes with torch
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from r3lite.core.errors import R3LiteError, explained
+from r3lite.protocols.rendering import RENDERER, LimitExceeded, RenderError
 
 REMEDY = "Use a model with a supported chat template, such as an instruct model."
 ROLES = ("system", "user", "assistant")
@@ -21,10 +19,8 @@ THOUGHT_END = "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-CLOCK = "strftime_now"  # of transformers and llama.cpp: today's date in the format of its argument
+CLOCK = "strftime_now"  # of transformers and llama.cpp: the date in the format of its argument
 DAY = date(2024, 7, 26)  # the date of all prompts here: that of Llama 3.2's template if it has no clock
-# A template comes from a download: rendering it may raise any of these.
-FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 PLACE = "\ue000"  # stands for a content in a rendered chat; texts have no characters of the private area
 NUMBERED_PLACE = re.compile("\ue000[0-9]+\ue001")
 
@@ -42,45 +38,56 @@ class ChatTemplate:
         where: str,
         tokens: Mapping[str, str] | None = None,
         thinking: bool | None = False,
-        clock: Callable[[str], str] | None = None,
+        day: date | None = None,
     ):
-        """`tokens` are the special tokens that a template may name, such as `bos_token`; `where` is for errors.
+        """`tokens` are the special tokens that a template may name, such as `bos_token`; `where`, the file of the
+        template, is for errors.
 
-        With a `clock` the template is rendered as it is: as other programs do, which have today's.
+        With a `day`, which its clock says, the template is rendered as it is: as other programs do, which have today's.
         """
         self.source = source
-        if not clock:
+        if day is None:
             self.source = without_clock(source)
         self.where = where
         self.has_clock = CLOCK in source
         self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        if clock:
-            environment.globals[CLOCK] = clock
+        self._day = day
         self.variables: dict = {"documents": None}
         if thinking is not None:
             self.variables["enable_thinking"] = thinking
         self.variables |= tokens or {}
-        with explained(
-            (TemplateError, RecursionError),
-            f"{where}: the chat template cannot be read",
-            REMEDY,
-            code="template-unreadable",
+        self._source = GENERATION.sub(_condition, self.source)
+        unreadable = f"{where}: the chat template cannot be read"
+        with (
+            explained(LimitExceeded, unreadable, REMEDY, code="template-limit"),
+            explained(RenderError, unreadable, REMEDY, code="template-unreadable"),
         ):
-            self._template = environment.from_string(GENERATION.sub(_condition, self.source))
+            self._render(None)
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
-        """Returns the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
-        variables = self.variables | {"tools": list(tools) or None}
+        """Returns the text of a conversation; with `prompt`, up to where the assistant's next turn begins.
+
+        Raises R3LiteError if the template refuses the conversation, or needs too much time or memory for it.
+        """
+        variables = self.variables | {
+            "messages": list(messages),
+            "add_generation_prompt": prompt,
+            "tools": list(tools) or None,
+        }
         roles = ", ".join(message["role"] for message in messages)
-        with explained(
-            FAILURES, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY, code="template-refuses-chat"
+        too_much = f"{self.where}: the chat template cannot render a chat of {roles}"
+        refused = f"{self.where}: the chat template refuses a chat of {roles}"
+        with (
+            explained(LimitExceeded, too_much, REMEDY, code="template-limit"),
+            explained(RenderError, refused, REMEDY, code="template-refuses-chat"),
         ):
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
+            return self._render(variables)
+
+    def _render(self, variables: dict | None) -> str:
+        day = None
+        if self._day:
+            day = self._day.isoformat()
+        return RENDERER.render(self._source, variables, day)
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
         """Returns the texts around the contents of messages of these roles: one more than there are roles.
@@ -139,7 +146,7 @@ def without_clock(source: str) -> str:
     def fixed(call: re.Match) -> str:
         return json.dumps(DAY.strftime(call["format"]))
 
-    return re.sub(rf"""\b{CLOCK}\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""", fixed, source)
+    return re.sub(rf"""\b{CLOCK}\(\s*(?P<quote>['"])(?P<format>.{{0,200}}?)(?P=quote)\s*\)""", fixed, source)
 
 
 def _condition(tag: re.Match) -> str:
@@ -148,11 +155,3 @@ def _condition(tag: re.Match) -> str:
     if is_end:
         return f"{opening}endif{closing}"
     return f"{opening}if true{closing}"
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

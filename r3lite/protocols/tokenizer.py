@@ -27,6 +27,7 @@ from r3lite.protocols.tokenizer_files import (
     library_errors,
     probe,
     special_tokens,
+    template_file,
 )
 
 # The roles of chats whose tokens must be those of the rendered template, up to the assistant's turn.
@@ -163,7 +164,8 @@ class Tokenizer:
             raise R3LiteError(
                 f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY, code="template-missing"
             )
-        template = ChatTemplate(source, str(folder), tokens=tokens, thinking=thinking == "on")
+        where = str(template_file(folder))
+        template = ChatTemplate(source, where, tokens=tokens, thinking=thinking == "on")
         text = probe()
         with library_errors(path):
             tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
@@ -181,7 +183,7 @@ class Tokenizer:
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:
             # Qwen3 opens no thought; with thinking off, its turns begin with an empty one.
-            without_thinking = ChatTemplate(source, str(folder), tokens)
+            without_thinking = ChatTemplate(source, where, tokens=tokens)
             thinks = tokenizer._prompt != without_thinking.gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
             raise R3LiteError(

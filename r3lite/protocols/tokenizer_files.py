@@ -12,6 +12,7 @@ from r3lite.core.files import read_record, read_text
 from r3lite.core.records import Record
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
+TEMPLATE = "chat_template.jinja"
 REMEDY = "A model folder needs {}; copy it from the model's source."
 
 
@@ -74,15 +75,23 @@ def check_ids(definition: Record, backend: Backend) -> None:
 
 def chat_template(folder: Path, config: Record) -> str:
     """Returns the chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return read_text(path, REMEDY.format("chat_template.jinja"))
+    path = template_file(folder)
+    if path.name == TEMPLATE:
+        return read_text(path, REMEDY.format(TEMPLATE))
     if not isinstance(config.values.get("chat_template"), list):
         return config.text("chat_template", "", blank=True)
     by_name = {}
     for record in config.records("chat_template"):
         by_name[record.text("name")] = record.text("template", blank=True)
     return by_name.get("default", "")
+
+
+def template_file(folder: Path) -> Path:
+    """Returns the file that has a folder's chat template."""
+    path = folder / TEMPLATE
+    if path.exists():
+        return path
+    return folder / "tokenizer_config.json"
 
 
 def special_tokens(config: Record) -> dict[str, str]:

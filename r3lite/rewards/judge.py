@@ -15,7 +15,7 @@ from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.core.records import Record, Source, shown
-from r3lite.core.spans import Spans, span
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.llm.episodes import DOCUMENT_LENGTH, described
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.protocols.templates import filled
@@ -100,7 +100,7 @@ class Judge:
     A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
     """
 
-    def __init__(self, client: "Client", spans: Spans | None = None):
+    def __init__(self, client: "Client", spans: Spans = NO_SPANS):
         self.client = client
         self.spans = spans
         self.missing = 0  # verdicts
@@ -121,7 +121,7 @@ class Judge:
         """
         # An episode without a query or an answer has nothing to judge, and costs no call.
         judged = [i for i, episode in enumerate(episodes) if episode.prediction or episode.searches]
-        with span(self.spans, "judge", episodes=len(judged)):
+        with self.spans.span("judge", episodes=len(judged)):
             requests = [request_for(episodes[i]) for i in judged]
             replies = self.client.generate_all(requests, progress, self._watch)
         if replies and not self._has_succeeded:
@@ -188,7 +188,7 @@ def build_judge(
     output: str | Path,
     reward: RewardSettings | None,
     make_client: "Callable[[JudgeSettings, Path], Client]",
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
 ) -> Judge | None:
     """Returns the judge that the settings ask for, or None.
 

@@ -19,7 +19,7 @@ from r3lite.core import bars
 from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
@@ -42,7 +42,7 @@ class Engine:
     grant: Grant  # how many episodes run at a time, and how many tokens one prefill has
     value_head: nn.Module | None = None  # hidden states [B, C] -> values [B] of the states before the next tokens
     autocast: Callable[[], AbstractContextManager] = nullcontext
-    spans: Spans | None = None
+    spans: Spans = NO_SPANS
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
@@ -158,9 +158,8 @@ class Engine:
             if sequence.finish is not None:  # neither documents nor an answer fit
                 scheduler.release(sequence)
                 on_finish()
-        if self.spans:
-            for sequence in scheduler.running:
-                sequence.begin_turn(self.spans)
+        for sequence in scheduler.running:
+            sequence.begin_turn(self.spans)
         self._prefill(scheduler)
         for sequence in self._decode(scheduler, decoder):
             layout = self.layout_of(sequence)
@@ -174,8 +173,7 @@ class Engine:
 
     def _close_turn(self, sequence: Sequence) -> None:
         """Reads the step of a turn that is over, which may end the episode."""
-        if self.spans:
-            sequence.record_turn(self.spans)
+        sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()

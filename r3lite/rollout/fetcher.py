@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from r3lite.core.episode import Document, Failure, Retrieve, retrieve_all
-from r3lite.core.spans import Spans
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.rollout.sequence import Sequence
 
 GATHER = 8  # iterations for which queries are gathered, to be encoded together
@@ -20,7 +20,7 @@ Fetched = tuple[Sequence, list[list[Document]]]  # a sequence, and the documents
 class Fetcher:
     """Collects the pending queries of sequences, and retrieves their documents in batches."""
 
-    def __init__(self, retrieve: Retrieve, spans: Spans | None = None):
+    def __init__(self, retrieve: Retrieve, spans: Spans = NO_SPANS):
         self.retrieve = retrieve
         self.spans = spans
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrieve")
@@ -39,10 +39,9 @@ class Fetcher:
         A query that fails gets no documents, and the reason becomes its sequence's `failure`.
         """
         queries = [(s.question, search) for s in sequences for search in s.pending]
-        start = self.spans.now() if self.spans else 0
+        start = self.spans.now()
         outcomes = iter(retrieve_all(self.retrieve, queries))
-        if self.spans:
-            self.spans.add("retrieve", "retriever", start, queries=len(queries))
+        self.spans.add("retrieve", "retriever", start, queries=len(queries))
         fetched = []
         for sequence in sequences:
             documents: list[list[Document]] = []  # of each query

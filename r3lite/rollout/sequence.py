@@ -39,7 +39,7 @@ class Sequence(Transcript):
     cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
     place: int = 0  # index among the sequences that are sampled together
-    turn_started_at: int = 0  # nanoseconds since 1970, if spans are recorded
+    turn_started_at: int = 0  # nanoseconds since 1970; 0 if no spans are recorded
 
     def begin_turn(self, spans: Spans) -> None:
         """Notes the time, if nothing of the current turn has been sampled."""

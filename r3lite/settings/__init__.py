@@ -6,14 +6,17 @@ their sections together in their own file. The docstring of each is its `--help`
 """
 
 import math
+from typing import ClassVar
+
+from r3lite.core.needs import NeedsOthers, names_of
+from r3lite.settings.conditions import loads_model
 
 from r3lite.settings.commands import (  # isort: skip
     AskSettings, CardSettings, CheckFormatSettings, CollectSettings, DoctorSettings, EvaluateSettings, ExportSettings,
     PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
     SftSettings, TeacherCacheSettings, TuningSettings,
 )  # fmt: skip
-from r3lite.settings.command_config import CommandConfig
-from r3lite.settings.common import Common
+from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
@@ -136,6 +139,34 @@ class CollectConfig(SamplingConfig):
     distributions of --model for existing trajectories.
     """
 
+    needs: ClassVar = (
+        NeedsOthers(
+            names_of(RetrievalSettings) + " max_hops exclude",
+            "a run without --teacher-logprobs",
+            lambda s: not s.teacher_logprobs,
+        ),
+        # --model, --dtype, --device and --seed may be the same in all commands.
+        NeedsOthers(
+            names_of(
+                ModelSettings,
+                MemorySettings,
+                SamplingSettings,
+                TruncationSettings,
+                but="model dtype device thinking",
+            )
+            + " end_at_idle_query",
+            "--source self or --teacher-logprobs",
+            loads_model,
+        ),
+        # Or documents are cut with its tokenizer, as an episode has them.
+        NeedsOthers(
+            "thinking max_new_tokens max_length",
+            "--source self, --teacher-logprobs or --baseline",
+            lambda s: loads_model(s) or s.baseline != "none",
+        ),
+        NeedsOthers("judge", "--source teacher", lambda s: s.source == "teacher"),
+    )
+
     data: NewQuestionSettings = NewQuestionSettings()
     collect: CollectSettings = CollectSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -152,6 +183,27 @@ class EvaluateConfig(SamplingConfig):
     docs/evaluation.md for the formulas.
     """
 
+    needs: ClassVar = (
+        NeedsOthers(
+            names_of(
+                DataSettings,
+                RetrievalSettings,
+                ProcedureSettings,
+                ProtocolSettings,
+                ModelSettings,
+                MemorySettings,
+                LengthSettings,
+                SamplingSettings,
+                TruncationSettings,
+                JudgeSettings,
+                but="model dtype device",
+            )
+            + " baseline bert_score",
+            "a run without --compare",
+            lambda s: not s.compare,
+        ),
+    )
+
     evaluate: EvaluateSettings = EvaluateSettings()
     data: DataSettings = DataSettings()
     procedures: ProcedureSettings = ProcedureSettings()
@@ -165,6 +217,10 @@ class AskConfig(SamplingConfig):
     the prompt it exits. Format, prompts, index and encoder are not read from the adapter's run: pass those that it was
     trained with.
     """
+
+    needs: ClassVar = (
+        NeedsOthers("rollout_batch_size", "a command that samples several episodes at a time", lambda s: False),
+    )
 
     ask: AskSettings = AskSettings()
     procedures: ProcedureSettings = ProcedureSettings()

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Bounds, Count, Fraction, Needs, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
+from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
 from r3lite.settings.protocol import Format
 from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
@@ -33,6 +35,12 @@ class SftSettings(Section):
     """Supervised fine-tuning."""
 
     needs: ClassVar = (
+        NeedsOthers(
+            "gradient_accumulation",
+            "a run without --no-lora; --batch-size is the rows of a step",
+            tunes_adapter,
+            harmful=True,  # with --no-lora each pass of a step changes the weights
+        ),
         Needs("validation_rows", "--validation-fraction", lambda s: s.validation_fraction),
         Needs(
             "validate_every",
@@ -61,7 +69,19 @@ class CollectSettings(Section):
     """Trajectories."""
 
     needs: ClassVar = (
+        NeedsOthers("", "a run without --teacher-logprobs", lambda s: not s.teacher_logprobs),
         Needs("baseline", "--source gold", lambda s: s.source == "gold"),
+        NeedsOthers(
+            "demonstrations",
+            "--source gold without --baseline, and a --format other than dag and solution",
+            lambda s: s.source == "gold" and s.baseline == "none" and s.format not in ("dag", "solution"),
+        ),
+        NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
+        NeedsOthers(
+            "without_search",
+            "--source teacher, or --demonstrations sub-questions",
+            lambda s: s.source == "teacher" or follows_sub_questions(s),
+        ),
         Needs("attempts", "--source teacher", lambda s: s.source == "teacher"),
         Needs("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
         Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
@@ -347,6 +367,11 @@ class ExportSettings(Section):
 class ProcedureFileSettings(EncoderSettings):
     """Procedures and encoder."""
 
+    needs: ClassVar = (
+        Needs("encoder encoder_style encoder_dtype", "--match", lambda s: s.match),
+        *EncoderSettings.needs,
+    )
+
     add: str | None = None
     """JSON file with one procedure or a list of them, to add to the file --procedures"""
     match: str | None = None
@@ -362,6 +387,8 @@ class PlanSettings(Section):
 
 class CardSettings(Section):
     """Card."""
+
+    needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 
     card: str | None = None
     """plan for another card, by name, such as "RTX 3050 Laptop"; an unknown name lists the known ones"""

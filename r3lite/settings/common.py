@@ -1,11 +1,14 @@
-"""Settings that every command has, and how addresses and amounts of memory are read."""
+"""Settings that every command has, and how weights and amounts of memory are read."""
 
 import math
 import re
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
 
-from r3lite.core.config import Bounds, Free, Section, UsageError
+from r3lite.core.config import Bounds, Free, Frozen, Origin, Section, UsageError, sections
+from r3lite.core.needs import NeedsOthers, check_used
+from r3lite.settings.conditions import writes_file
 
 # Bytes.
 UNITS = {
@@ -19,6 +22,8 @@ UNITS = {
 class Common(Section):
     """General."""
 
+    needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
+
     # Free, as its values have become those of the other settings.
     preset: Free[str] = "laptop-4gb"
     """name of a built-in set of defaults"""
@@ -30,6 +35,25 @@ class Common(Section):
     """random seed"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
+
+
+class CommandConfig(Frozen):
+    """Holds what the settings of all commands begin with."""
+
+    needs: ClassVar[tuple[NeedsOthers, ...]] = ()  # of settings that the command shares with others
+
+    common: Common = Common()
+    # Where each setting stood that the user has set to something else than the preset; `resolve` fills it.
+    set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
+
+    def check_settings(self, command: str) -> None:
+        """Raises UsageError if settings contradict each other, or if one that the user has set would have no effect.
+
+        `command` is the name of the command's table in a TOML file.
+        """
+        for section in sections(self).values():
+            section.check()
+        check_used(command, self)
 
 
 class Weighted(dict):
@@ -51,26 +75,6 @@ class Weighted(dict):
         if parameters:
             text += f" ({', '.join(parameters)})"
         return text
-
-
-def check_address(setting: str, address: str, example: str) -> None:
-    """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
-
-    def wrong(problem: str) -> UsageError:
-        return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")
-
-    try:
-        parts = urlsplit(address)
-        host = parts.hostname
-        parts.port  # noqa: B018  (raises for a bad one)
-    except ValueError:  # a bad IPv6 address or port
-        raise wrong("is not an address") from None
-    if parts.username is not None or parts.password is not None:
-        raise wrong("contains a user or password, which would be written to files and messages")
-    if parts.query or parts.fragment:
-        raise wrong("contains a query or fragment, which would be written to files and messages")
-    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        raise wrong("is not an http or https address")
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:

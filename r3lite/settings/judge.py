@@ -3,8 +3,10 @@
 import re
 from typing import ClassVar, Literal
 
-from r3lite.core.config import Count, Free, Needs, NonNegative, Positive, Section, Tokens, UsageError, Whole
-from r3lite.settings.common import check_address
+from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import check_address
+from r3lite.settings.conditions import judges
 
 GEMINI = "gemini-3.5-flash-lite"
 
@@ -13,6 +15,7 @@ class JudgeSettings(Section):
     """Judge."""
 
     needs: ClassVar = (
+        NeedsOthers("", "--judge, or --source teacher in collect", judges, but="judge"),
         Needs("judge_quantize judge_max_length", "--judge local", lambda s: s.judge == "local"),
         Needs(
             "judge_base_url judge_rpm judge_concurrency judge_timeout judge_retries judge_thinking judge_max_cost "

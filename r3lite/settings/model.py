@@ -2,7 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Needs, Positive, Section, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positive, Section, Whole
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.conditions import trains, tunes_adapter
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -11,6 +13,7 @@ class ModelSettings(Section):
     """Model."""
 
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
+    needs: ClassVar = (NeedsOthers("compile", "a run without --no-lora", tunes_adapter),)
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """folder, GGUF file (extra gguf), hub id, or tiny (the model that comes with r3lite)"""
@@ -31,7 +34,15 @@ class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
     implied: ClassVar = {"no_lora": {"True": {"learning_rate": 2e-5, "gradient_accumulation": 1}}}
-    needs: ClassVar = (Needs("", "a run without --no-lora", lambda s: not s.no_lora, but="no_lora"),)
+    needs: ClassVar = (
+        Needs("", "a run without --no-lora", lambda s: not s.no_lora, but="no_lora"),
+        NeedsOthers(
+            "lora_dropout",
+            "sft; ppo must train the policy that it sampled from",
+            lambda s: s.command == "sft",
+            harmful=True,
+        ),
+    )
 
     no_lora: bool = False
     """sft: train all weights, in bf16 or fp32, instead of an adapter; the run folder then has model/ for --model"""
@@ -51,7 +62,20 @@ class LoraSettings(Section):
 class MemorySettings(Section):
     """Memory (by default, the fastest sizes that fit are chosen)."""
 
-    needs: ClassVar = (Needs("nf4_cache", "--quantize auto or nf4", lambda s: s.quantize != "none"),)
+    needs: ClassVar = (
+        NeedsOthers("recompute_layers offload", "sft or ppo", trains),
+        NeedsOthers("loss_chunk", "sft, ppo or --teacher-logprobs", lambda s: trains(s) or s.teacher_logprobs),
+        Needs("nf4_cache", "--quantize auto or nf4", lambda s: s.quantize != "none"),
+        NeedsOthers("nf4_cache stream_layers", "a run without --no-lora", tunes_adapter),
+        NeedsOthers("quantize", "a run without --no-lora", lambda s: tunes_adapter(s) or s.quantize == "none"),
+        NeedsOthers(
+            "micro_batch_tokens",
+            "a run without --no-lora, in which all rows of a step are one pass",
+            tunes_adapter,
+            harmful=True,  # with --no-lora each pass of a step changes the weights
+        ),
+        NeedsOthers("recompute_layers", "a run without --no-lora, which recomputes all layers", tunes_adapter),
+    )
 
     # Four are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.

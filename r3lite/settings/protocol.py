@@ -1,9 +1,11 @@
 """Settings of the step format and the prompts."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from r3lite.core.config import Bounds, Section
 from r3lite.core.errors import UsageError, nearest
+from r3lite.core.needs import NeedsOthers
+from r3lite.settings.conditions import formats, has_steps, searches_by_graph, uses_format
 
 Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)
@@ -11,6 +13,19 @@ FORMATS = get_args(Format)
 
 class ProtocolSettings(Section):
     """Step format and prompts."""
+
+    needs: ClassVar = (
+        NeedsOthers("", "a --baseline with steps", has_steps, but="system_prompt"),
+        NeedsOthers("queries_per_step verification", "--format r3", uses_format("r3")),
+        NeedsOthers("step_prompt", "a --format with documents in a user turn: r3 or dag", uses_format("r3", "dag")),
+        NeedsOthers("tags", "--format tags or solution", uses_format("tags", "solution")),
+        NeedsOthers(
+            "information_open information_close search_graph",
+            "--format tags",
+            lambda s: "tags" in formats(s),
+        ),
+        NeedsOthers("most_nodes most_node_words", "--format dag, or --search-graph", searches_by_graph),
+    )
 
     format: str = "r3"
     """r3: numbered steps of analysis and query or answer (arXiv 2505.23794); tags: think, search and answer in tags, in

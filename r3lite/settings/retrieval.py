@@ -2,24 +2,28 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Fraction, Needs, Section
+from r3lite.core.config import Bounds, Fraction, Section
 from r3lite.core.errors import UsageError, nearest
-from r3lite.settings.common import budget_bytes, check_address
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import SERVICES, check_address, collection_server
+from r3lite.settings.common import budget_bytes
+from r3lite.settings.conditions import (
+    chooses_procedure,
+    describes_procedures,
+    has_network,
+    has_steps,
+    reads_paragraphs,
+    retrieves,
+    searches,
+    searches_by_graph,
+)
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 CONDITION = re.compile(r"([\w.-]+)\s*(>=|<=|!=|=|>|<)\s*([^\s=<>].*)")  # of --filter
-SERVICES = ("exa", "duckduckgo")  # that search the web
-
-
-def collection_server(address: str) -> str | None:
-    """Returns the HTTP address behind a Qdrant collection's, qdrant://... or qdrant+https://...; None for another."""
-    for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):
-        if address.startswith(scheme):
-            return http + address.removeprefix(scheme)
-    return None
 
 
 def source_and_place(entry: str) -> tuple[str, str]:
@@ -30,6 +34,15 @@ def source_and_place(entry: str) -> tuple[str, str]:
 
 class EncoderSettings(Section):
     """Encoder."""
+
+    needs: ClassVar = (
+        NeedsOthers("encoder_style", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers(
+            "encoder_dtype",
+            "a retriever that uses an --encoder other than hashing, or a local --rerank",
+            lambda s: has_network(s) or (s.rerank and "://" not in s.rerank),
+        ),
+    )
 
     encoder: str = "intfloat/e5-base-v2"
     """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
@@ -46,7 +59,27 @@ class EncoderSettings(Section):
 class RetrievalSettings(EncoderSettings):
     """Retrieval."""
 
+    # --encoder and --top-k may stay while retrievers and baselines are compared.
     needs: ClassVar = (
+        *EncoderSettings.needs,
+        NeedsOthers(
+            "retriever",
+            "a --format and a --baseline that retrieve documents",
+            lambda s: s.retriever == "none" or (retrieves(s) and s.baseline != "gold"),
+        ),
+        NeedsOthers(
+            "",
+            "a --retriever other than golden and none, and a --format and a --baseline that search",
+            searches,
+            but="retriever top_k noise_rate encoder encoder_style encoder_dtype",
+        ),
+        NeedsOthers(
+            "noise_rate",
+            "the paragraphs of the questions, without --corpus, --index, a server or the web",
+            reads_paragraphs,
+        ),
+        NeedsOthers("query_cache", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers("source_index", "--format dag or --search-graph", searches_by_graph),
         Needs("context corpus index filter", "a --retriever that searches local passages", lambda s: s.has_passages),
         Needs("corpus index filter source_index", "--context corpus", lambda s: s.context != "question"),
         Needs("fusion", "--retriever hybrid", lambda s: s.retriever == "hybrid"),
@@ -193,6 +226,12 @@ class RetrievalSettings(EncoderSettings):
 class ProcedureSettings(Section):
     """Procedures."""
 
+    needs: ClassVar = (
+        NeedsOthers("procedures_by", "--procedures", chooses_procedure),
+        NeedsOthers("procedures_floor", "--procedures with --procedures-by both", describes_procedures),
+        NeedsOthers("", "a --baseline with steps", has_steps),
+    )
+
     procedures: str | None = None
     """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
     best match for a question, if there is one, is inserted before it"""
@@ -206,6 +245,12 @@ class IndexSettings(EncoderSettings):
     """Index."""
 
     needs: ClassVar = (
+        *EncoderSettings.needs,
+        NeedsOthers(
+            "index_type memory_budget",
+            "a new index in a folder, without --add and --delete",
+            lambda s: not (s.add or s.delete or collection_server(s.output or "")),
+        ),
         Needs("batch_size", "an --encoder other than hashing", lambda s: s.encoder != "hashing"),
         Needs("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.corpus or s.add),
     )
@@ -247,6 +292,14 @@ class IndexSettings(EncoderSettings):
 
 class DocumentSettings(Section):
     """How --documents become passages."""
+
+    needs: ClassVar = (
+        NeedsOthers(
+            "",
+            "--documents, or a folder in --add; JSONL passages are not split",
+            lambda s: s.documents or (s.add and Path(s.add).is_dir()),
+        ),
+    )
 
     chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
     """maximum tokens of a passage with its title; a token is a punctuation mark or up to 5 letters of a word"""

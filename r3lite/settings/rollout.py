@@ -2,8 +2,10 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Needs, Positive, Section, Tokens, Whole
-from r3lite.settings.common import check_address
+from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.addresses import check_address
+from r3lite.settings.conditions import has_queries, retrieves
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
@@ -17,6 +19,15 @@ def is_greedy(temperature: float) -> bool:
 
 class LengthSettings(Section):
     """Limits of an episode."""
+
+    needs: ClassVar = (
+        NeedsOthers(
+            "max_hops end_at_idle_query",
+            "a --format and a --baseline in which the model writes queries",
+            has_queries,
+        ),
+        NeedsOthers("max_document_tokens", "retrieved documents", retrieves),
+    )
 
     max_hops: Annotated[int, Bounds(low=1, high=100), Alias("num_hops")] = 5
     """maximum retrievals in an episode; then the model must answer"""
@@ -55,6 +66,14 @@ class SamplingSettings(Section):
 
 class TruncationSettings(Section):
     """Truncated sampling."""
+
+    needs: ClassVar = (
+        NeedsOthers(
+            "top_k_sampling top_p",
+            "a --temperature above 0",
+            lambda s: s.command == "serve" or not is_greedy(s.temperature or 0),
+        ),
+    )
 
     top_k_sampling: Whole = 0
     """sample from the k most likely tokens only; 0: from all"""

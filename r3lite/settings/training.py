@@ -3,8 +3,10 @@
 import importlib.util
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Free, Needs, NonNegative, Positive, Section, Whole
+from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
 from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.conditions import tunes_adapter
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]
@@ -59,6 +61,7 @@ class OptimizerSettings(Section):
     """Optimizer."""
 
     implied: ClassVar = {"learning_rate_schedule": {name: {"min_learning_rate": end} for name, end in ENDS.items()}}
+    needs: ClassVar = (NeedsOthers("lora_plus_ratio", "a run without --no-lora", tunes_adapter),)
 
     learning_rate: Positive = 2e-4
     """peak learning rate of AdamW"""
@@ -105,7 +108,17 @@ class ValidationSettings(Section):
 class GuardSettings(Section):
     """Collapse guard (docs/collapse.md): changes since the first rounds, of 32 episodes; none disables a limit."""
 
-    needs: ClassVar = (Needs("", "--guard roll-back or warn", lambda s: s.guard != "off", but="guard"),)
+    needs: ClassVar = (
+        NeedsOthers("guard_kl_factor", "--kl-beta above 0", lambda s: s.kl_beta),
+        NeedsOthers("guard_kl", "--kl-beta above 0, or --kl-budget", lambda s: s.kl_beta or s.kl_budget),
+        NeedsOthers("guard_validations guard_f1_drop", "--eval-data", lambda s: s.eval_data),
+        NeedsOthers(
+            "guard_rollbacks guard_rate_factor guard_kl_factor",
+            "--guard roll-back with --eval-data",
+            lambda s: s.guard == "roll-back" and s.eval_data,
+        ),
+        Needs("", "--guard roll-back or warn", lambda s: s.guard != "off", but="guard"),
+    )
 
     # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"

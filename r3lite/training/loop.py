@@ -12,7 +12,7 @@ from typing import Protocol
 from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.exit_status import Terminated
-from r3lite.core.spans import Spans, span
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
@@ -47,7 +47,7 @@ def train(
     run: RunFolder,
     trainer: Trainer,
     oversight: Oversight | NoOversight = NO_OVERSIGHT,
-    spans: Spans | None = None,
+    spans: Spans = NO_SPANS,
 ) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
@@ -104,7 +104,7 @@ def train(
                     interrupted = interrupts.agree()
                     is_due = schedule.save_every > 0 and number % schedule.save_every == 0
                     if interrupted or must_save or is_due or number == last:
-                        with span(spans, "checkpoint"):
+                        with spans.span("checkpoint"):
                             save(number)
                 oversight.saved(number)
             interrupts.raise_pending()

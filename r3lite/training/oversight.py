@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from r3lite.core.config import flag
 from r3lite.core.errors import NotFinite, R3LiteError
-from r3lite.core.spans import Spans, span
+from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.settings import ValidationSettings
 from r3lite.training import checkpoint
 from r3lite.training.guard import Alarm, Guard
@@ -63,7 +63,7 @@ class Oversight:
         settings: ValidationSettings,
         total: int,
         validation: Validator | None,
-        spans: Spans | None = None,
+        spans: Spans = NO_SPANS,
         penalizes_kl: bool = False,
     ):
         """`total` are the steps of the run. With `penalizes_kl`, --kl-beta is above 0, and a rollback raises it."""
@@ -160,7 +160,7 @@ class Oversight:
 
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
         start = time.perf_counter()
-        with span(self.spans, "validate"):
+        with self.spans.span("validate"):
             metrics, each = self.validation.measure()
         if each is None:
             cause = f"the retriever failed on {metrics['retrieval_failures']} validation questions"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from r3lite.core.files import read_text, write_text
-from r3lite.core.spans import MAIN, Span, Spans
+from r3lite.core.spans import MAIN, NO_SPANS, Span, Spans
 from r3lite.settings import TrackSettings
 from r3lite.training.metrics import writing
 
@@ -116,14 +116,14 @@ class NoSpanLog:
 
 
 def open_span_log(
-    spans: Spans | None,
+    spans: Spans,
     tracking: TrackSettings,
     output: Path,
     command: str,
     done: int,
 ) -> SpanLog | NoSpanLog:
     """Opens the file that --track-spans names, in the folder of a run of `command` that stands at step `done`."""
-    if spans is None:
+    if spans is NO_SPANS:
         return NoSpanLog()
     name, layout = LAYOUTS[tracking.track_spans]
     return SpanLog(spans, layout(output / name, command, done))

@@ -12,6 +12,7 @@ from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.core.needs import check_used
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import fingerprint, read_corpus
 from r3lite.retrieval.encoder import HashingEncoder
@@ -19,7 +20,6 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup, fitting
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
-from r3lite.settings.uses import check_used
 from tests.built_index import encoder_settings
 
 FIELDS = [

@@ -5,12 +5,13 @@ import pytest
 from r3lite.core.config import Origin, UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.core.needs import check_used
 from r3lite.retrieval.golden import paragraphs
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import EvaluateConfig, RetrievalSettings
-from r3lite.settings.retrieval import RETRIEVERS, SERVICES
-from r3lite.settings.uses import check_used
+from r3lite.settings.addresses import SERVICES
+from r3lite.settings.retrieval import RETRIEVERS
 from tests.errors import raises
 
 DOCUMENTS = tuple(Document(f"q/{i}", f"Title {i}", f"Text {i} of the harbor.") for i in range(12))

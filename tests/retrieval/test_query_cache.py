@@ -14,12 +14,12 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.core.needs import check_used
 from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
-from r3lite.settings.uses import check_used
 from tests.errors import raises
 
 QUERIES = ["Who is Ada?", "Where does Bob, the friend of Ada, live today?", "When?"]

@@ -1,0 +1,125 @@
+"""Renders chat templates in a process of its own, which has a limit on time and on memory (render_process.py).
+
+A chat template comes from a download, and nothing bounds what it computes: a loop in a loop, or `"a" * 10 ** 10`. One
+process serves all templates of a command. It is started at the first request, which takes about a tenth of a second,
+and again after a template had to be ended. Where the platform has no limit on a process's memory (Windows, macOS), the
+limit on time is the only one.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+SECONDS = 20.0  # for a request: a template takes thousandths of one
+START_SECONDS = 120.0  # for the first reply of a new process: a slow disk has to read Python
+MEMORY = 2**30  # bytes of the process
+CHARACTERS = 50_000_000  # of a text
+PROGRAM = Path(__file__).with_name("render_process.py")
+
+
+class RenderError(Exception):
+    """A template that cannot be read or rendered; its text says why."""
+
+
+class LimitExceeded(Exception):
+    """A template that needs more time or memory than it may have; its text says of what."""
+
+
+class Renderer:
+    """The process, and the requests to it. Threads wait for one another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()  # "" at the end of the process
+        self._owner = 0  # the process that started it: a fork of that must not write to the same pipe
+        atexit.register(self._stop)
+
+    def render(self, source: str, variables: dict[str, Any] | None, day: str | None = None) -> str:
+        """Returns the text of a template; "" without `variables`, which only reads it.
+
+        `day` is the date of the template's clock as YYYY-MM-DD. Raises RenderError or LimitExceeded if there is none.
+        """
+        request = json.dumps({"source": source, "variables": variables, "day": day})
+        with self._lock:
+            try:
+                reply = json.loads(self._reply(request))
+            except BaseException:  # also at Ctrl-C: the reply would be taken for that to the next request
+                self._stop()
+                raise
+        error = reply.get("error")
+        if error == "MemoryError":
+            raise LimitExceeded(f"it needs more than {MEMORY >> 20} MiB of memory")
+        if error == "TooLong":
+            raise LimitExceeded(reply["message"])
+        if error:
+            raise RenderError(reply["message"] or error)
+        return reply["text"]
+
+    def _reply(self, request: str) -> str:
+        """Returns the line of a reply to a request."""
+        if self._process is None or self._owner != os.getpid():
+            self._start()
+        self._send(request)
+        return self._line(SECONDS)
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # of a process that has ended, which has no reply
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    def _line(self, seconds: float) -> str:
+        """Returns the next line that the process writes."""
+        try:
+            line = self._replies.get(timeout=seconds)
+        except queue.Empty:
+            raise LimitExceeded(f"it takes more than {seconds:.0f} seconds") from None
+        if not line:
+            raise LimitExceeded("the process that renders it has ended, as it needs too much memory or time")
+        return line
+
+    def _start(self) -> None:
+        """Starts the process, and waits until it takes requests."""
+        self._owner = os.getpid()
+        self._replies = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # of Windows
+        )
+        threading.Thread(target=_read, args=(self._process.stdout, self._replies), daemon=True).start()
+        limits = {"memory": MEMORY, "seconds": int(SECONDS) + 1, "characters": CHARACTERS}
+        self._send(json.dumps({"path": [path for path in sys.path if path], **limits}))
+        self._line(START_SECONDS)
+
+    def _stop(self) -> None:
+        """Ends the process, if this one has started it."""
+        process = self._process
+        self._process = None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _read(lines: IO[str], replies: queue.SimpleQueue[str]) -> None:
+    """Passes on the lines of a process, and "" at its end."""
+    with lines:
+        for line in lines:
+            replies.put(line)
+    replies.put("")
+
+
+RENDERER = Renderer()

@@ -1,0 +1,109 @@
+"""What settings of several sections together say about a run, as conditions of `NeedsOthers`."""
+
+from collections.abc import Callable
+
+from r3lite.core.needs import CommandSettings
+from r3lite.settings.addresses import SERVICES, collection_server
+
+
+def formats(s: CommandSettings) -> set[str]:
+    """Returns the formats in use: --format, or those of the sources that have steps."""
+    sources = s.sources or [{}]
+    return {source.get("format", s.format) for source in sources if source.get("type", "qa") == "qa"}
+
+
+def uses_format(*names: str) -> Callable[[CommandSettings], bool]:
+    """Returns a condition that one of these formats is in use, or a user's own, which its file decides on."""
+    return lambda s: any(name in names or str(name).endswith(".toml") for name in formats(s))
+
+
+def searches_by_graph(s: CommandSettings) -> bool:
+    """Tells whether searches are the nodes of a graph, which may name a kind of source."""
+    return "dag" in formats(s) or ("tags" in formats(s) and bool(s.search_graph))
+
+
+def has_steps(s: CommandSettings) -> bool:
+    """Tells whether answers are written in steps, and not at once, as for some baselines."""
+    return s.baseline not in ("rag", "closed-book", "gold")
+
+
+def has_queries(s: CommandSettings) -> bool:
+    """Tells whether the model may write queries."""
+    return bool(formats(s) - {"solution"}) and s.baseline in (None, "none")
+
+
+def retrieves(s: CommandSettings) -> bool:
+    """Tells whether documents are given."""
+    if not formats(s) - {"solution"}:
+        return False
+    return s.baseline not in ("closed-book", "no-retrieval") and s.retriever != "none"
+
+
+def searches(s: CommandSettings) -> bool:
+    """Tells whether documents are found by a search."""
+    return retrieves(s) and s.retriever != "golden"
+
+
+def reads_paragraphs(s: CommandSettings) -> bool:
+    """Tells whether documents are the paragraphs that come with the questions."""
+    if not retrieves(s) or "://" in (s.retriever or "") or s.retriever in SERVICES:
+        return False
+    return s.retriever == "golden" or not (s.corpus or s.index)
+
+
+def chooses_procedure(s: CommandSettings) -> bool:
+    """Tells whether there are procedures and a question for which one is chosen."""
+    return bool(s.match if s.command == "procedures" else s.procedures)
+
+
+def describes_procedures(s: CommandSettings) -> bool:
+    """Tells whether procedures are chosen by their descriptions, too."""
+    return s.procedures_by == "both" and chooses_procedure(s)
+
+
+def encodes(s: CommandSettings) -> bool:
+    """Tells whether --encoder has something to encode: passages and queries, or descriptions of procedures."""
+    if s.command == "index" or describes_procedures(s):
+        return True
+    retriever = s.retriever or ""
+    has_vectors = retriever in ("semantic", "hybrid", *SERVICES) or collection_server(retriever) or s.source_index
+    return bool(has_vectors) and searches(s)
+
+
+def has_network(s: CommandSettings) -> bool:
+    """Tells whether a network makes the vectors."""
+    return encodes(s) and s.encoder != "hashing"
+
+
+def follows_sub_questions(s: CommandSettings) -> bool:
+    """Tells whether gold trajectories follow the decompositions; see datasets/demonstrations.py."""
+    if s.source != "gold" or s.baseline != "none":
+        return False
+    return s.demonstrations == "sub-questions" or s.format in ("dag", "solution")
+
+
+def loads_model(s: CommandSettings) -> bool:
+    """Tells whether `collect` loads a model."""
+    return s.source == "self" or bool(s.teacher_logprobs)
+
+
+def trains(s: CommandSettings) -> bool:
+    return s.command in ("sft", "ppo")
+
+
+def tunes_adapter(s: CommandSettings) -> bool:
+    return not s.no_lora
+
+
+def judges(s: CommandSettings) -> bool:
+    """Tells whether a judge, or a teacher in its place, is asked."""
+    return s.source == "teacher" if s.command == "collect" else s.judge != "none"
+
+
+def writes_file(s: CommandSettings) -> bool:
+    """Tells whether there is something to write where --output says."""
+    if s.command in ("ask", "serve", "procedures", "check_format"):
+        return False
+    if s.command == "retrieve":
+        return not (s.query or s.serve)
+    return s.command != "collect" or not s.teacher_logprobs
