@@ -196,7 +196,7 @@ def trainer(folder: Path, total: int, servers: list[str]) -> list[str]:
     """The command of the run, without its output."""
     data = ["--data", str(soak.WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
     sizes = f"--batch-size {QUESTIONS} --num-generations {EPISODES} --mini-batch-size 8 --update-epochs 1"
-    sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 25 --algorithm grpo --kl-beta 0.01"
+    sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 5 --algorithm grpo --kl-beta 0.01"
     start = ["--adapter", str(folder / "start"), "--rollout-server", ",".join(servers)]
     return [sys.executable, "-m", "r3lite.ppo", *soak.TINY, *data, *SIZES, *sizes.split(), *start]
 
