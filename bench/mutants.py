@@ -160,9 +160,13 @@ def preload() -> None:
             importlib.import_module(name)
 
 
-def summary(mutants: list[Mutant], states: dict[str, str]) -> dict:
-    """Returns what a run has shown, for the results."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+def head() -> str:
+    """Returns the commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def summary(mutants: list[Mutant], states: dict[str, str], commit: str) -> dict:
+    """Returns what a run of a commit has shown, for the results."""
     return {
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
@@ -183,13 +187,14 @@ def main() -> int:
         mutants = [mutant for mutant in mutants if mutant.guard in arguments.only]
     if hasattr(os, "fork"):
         preload()
+    commit = head()
     states = outcomes(mutants)
     noticed = sum(state == NOTICED for state in states.values())
     print(f"{len(states)} removed, {noticed} noticed")
     if not arguments.only:
         results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        results.setdefault("first_run", summary(mutants, states))
-        results["last_run"] = summary(mutants, states)
+        results["last_run"] = summary(mutants, states, commit)
+        results.setdefault("first_run", results["last_run"])
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0 if noticed == len(states) else 1
 
