@@ -91,20 +91,27 @@ def outcome(mutant: Mutant, work: Path) -> str:
     text = path.read_text(encoding="utf-8")
     mutated = mutant.mutated(text)
     compile(mutated, mutant.file, "exec")
-    path.write_text(mutated, encoding="utf-8")
+    _write(path, mutated)
     try:
         status = run_tests(mutant.tests, work)
     finally:
-        path.write_text(text, encoding="utf-8")
+        _write(path, text)
     if status is None:
         return HUNG
     return {0: SURVIVED, 1: NOTICED}.get(status, BROKEN)
 
 
+def _write(path: Path, text: str) -> None:
+    """Writes a module anew; compiled code that is of the same second and length would be taken for that of the text."""
+    path.write_text(text, encoding="utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+
+
 def run_tests(tests: list[str], work: Path) -> int | None:
     """Runs tests in a copy of the repository; returns pytest's exit status, or None if they do not end."""
     arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(work), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(work)}
     log = work / "log.txt"
     if hasattr(os, "fork"):
         return _run_forked(arguments, environment, work=work, log=log)
@@ -146,7 +153,7 @@ def _move_to(work: Path, environment: dict[str, str], log: Path) -> None:
     os.dup2(descriptor, 2)
     os.chdir(work)
     os.environ.update(environment)
-    sys.dont_write_bytecode = True
+
     sys.path[:] = [str(work), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
     for name in list(sys.modules):
         if name.partition(".")[0] in ("r3lite", "bench", "tests"):
