@@ -125,7 +125,7 @@ def test_its_clients_send_the_token_of_the_retriever_and_not_that_of_our_own_ser
 )
 def test_a_port_in_use_shows_before_anything_is_loaded(monkeypatch, capsys, command, flags):
     monkeypatch.setattr(retrieve, "read_setup", lambda *arguments: pytest.fail("it loads"))
-    monkeypatch.setattr(rollout_service, "build", lambda *arguments: pytest.fail("it loads"))
+    monkeypatch.setattr(rollout_service, "build_service", lambda *arguments: pytest.fail("it loads"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert command.main([*flags, "--port", str(port)]) == 1

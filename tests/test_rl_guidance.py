@@ -52,7 +52,7 @@ def use(tmp_path, tokenizer):
         write_jsonl(tmp_path / "traces.jsonl", rows)
         made = config("--traces", str(tmp_path / "traces.jsonl"), *flags)
         layout = Layout(tokenizer, PROTOCOL, made.lengths)
-        return rl_guidance.usable(rl_guidance.read(made), made, QUESTIONS, layout, None), layout
+        return rl_guidance.usable_traces(rl_guidance.traces_of(made), made, QUESTIONS, layout, None), layout
 
     return make
 
@@ -202,4 +202,4 @@ def test_what_it_cannot_work_with_is_refused(capsys, flags, says):
 
 def test_others_are_guided_by_nothing():
     made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"])
-    assert rl_guidance.read(made) == [] and rl_guidance.build_buffer(made) is None
+    assert rl_guidance.traces_of(made) == [] and rl_guidance.build_buffer(made) is None

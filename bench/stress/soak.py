@@ -11,7 +11,8 @@ the seconds that work which is always the same takes at that time. Learning rate
 as much to do as the first. Linux only.
 
 `live-ppo` and `live-grpo` are 300 rounds of changing lengths in this process, after each of which the bytes of live
-tensors are counted.
+tensors are counted. `workers` are 200 rounds that two rollout workers sample, with kills and slow links
+(worker_soak.py).
 """
 
 import argparse
@@ -46,6 +47,7 @@ WORLD = shipped("data", "world")
 EVERY = 0.5  # seconds between two looks
 MOST_GROWTH, LEAST_SPEED = 1.02, 0.97
 STEPS, ROUNDS, REQUESTS, PEOPLE = 2000, 500, 20_000, 8
+REMOTE_ROUNDS = 200
 COUNTED, WARM, MOST_DRIFT = 300, 4, 1.0  # rounds whose live tensors are counted; without the first ones; MiB
 TINY = ["--preset", "tiny", "--dtype", "fp32"]
 
@@ -255,6 +257,16 @@ def seen(run: Callable[[Path, int], list[Look]], folder: Path, total: int) -> di
 KINDS = {name: (partial(seen, run), total) for name, run, total in
          (("sft", sft, STEPS), ("grpo", grpo, ROUNDS), ("serve", serve, REQUESTS))}  # fmt: skip
 KINDS |= {f"live-{name}": (partial(live, name), COUNTED) for name in ("ppo", "grpo")}
+
+
+def workers(folder: Path, total: int) -> dict:
+    """Rounds that two workers sample, one of which is killed at times; see worker_soak.py."""
+    from bench.stress import worker_soak  # which uses what is above
+
+    return worker_soak.run(folder, total)
+
+
+KINDS["workers"] = (workers, REMOTE_ROUNDS)
 
 
 def prepare(folder: Path) -> None:

@@ -142,7 +142,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     torch.manual_seed(config.common.seed)  # checkpoints keep its state; all random draws have their own streams
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
-    traces = rl_guidance.read(config)
+    traces = rl_guidance.traces_of(config)
     replay = rl_guidance.build_buffer(config)
     parts: dict[str, Stateful] = {"guard": guard}
     if replay:

@@ -49,7 +49,7 @@ def check(config: PpoConfig) -> None:
         )
 
 
-def read(config: PpoConfig) -> list[Trajectory]:
+def traces_of(config: PpoConfig) -> list[Trajectory]:
     """Returns the rows of --traces; none without it."""
     if not config.rl.traces:
         return []
@@ -65,7 +65,7 @@ def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MatchedTrace:
     """A trace and one of the questions with its text."""
 
     trace: Trajectory
@@ -73,7 +73,7 @@ class Candidate:
     row: Row | None  # the trace in tokens; None if it is too long
 
 
-def usable(
+def usable_traces(
     traces: Sequence[Trajectory],
     config: PpoConfig,
     questions: Sequence[Question],
@@ -86,27 +86,27 @@ def usable(
     A trace belongs to the questions with its text, and gets the reward that an episode of theirs would get. Its
     log-probabilities are 0: the teacher's probability is taken to be 1. `group` is yet to be set.
     """
-    candidates = _candidates(traces, questions, layout)
-    fitting = [candidate for candidate in candidates if candidate.row is not None]
-    episodes = [Episode(candidate.question, list(candidate.trace.steps), ANSWERED) for candidate in fitting]
+    matched = _matched_traces(traces, questions, layout)
+    fitting = [match for match in matched if match.row is not None]
+    episodes = [Episode(match.question, list(match.trace.steps), ANSWERED) for match in fitting]
     scored = score_all(episodes, config.reward, judge)
     missing = 0
     wrong = 0
     best: dict[str, Rollout] = {}  # by the question's id
-    for candidate, rewards in zip(fitting, scored, strict=True):
+    for match, rewards in zip(fitting, scored, strict=True):
         if rewards is None:
             missing += 1
             continue
         if outcome_share(rewards, config.reward) < config.rl.trace_min_outcome:
             wrong += 1
             continue
-        id = candidate.question.id
+        id = match.question.id
         if id not in best or rewards.total > best[id].total:
-            best[id] = _off_policy(candidate.row, rewards)
+            best[id] = _off_policy(match.row, rewards)
     texts = {_normalized(question.text) for question in questions}
     reasons = {
         "have no question in --data": sum(_normalized(trace.question) not in texts for trace in traces),
-        f"are longer than {layout.lengths.max_length} tokens": len(candidates) - len(fitting),
+        f"are longer than {layout.lengths.max_length} tokens": len(matched) - len(fitting),
         "have no verdict of the judge, or no value of another reward": missing,
         f"have an answer reward below {config.rl.trace_min_outcome:g} of the maximum": wrong,
         "are not the best of their question": len(fitting) - missing - wrong - len(best),
@@ -125,17 +125,17 @@ def usable(
     return best
 
 
-def _candidates(traces: Sequence[Trajectory], questions: Sequence[Question], layout: Layout) -> list[Candidate]:
+def _matched_traces(traces: Sequence[Trajectory], questions: Sequence[Question], layout: Layout) -> list[MatchedTrace]:
     """Returns each trace with each of the questions that have its text."""
     by_text: dict[str, list[Question]] = {}
     for question in questions:
         by_text.setdefault(_normalized(question.text), []).append(question)
-    candidates = []
+    matched = []
     for trace in traces:
         for question in by_text.get(_normalized(trace.question), ()):
             row = encode_row(replace(trace, question=question.text), layout)
-            candidates.append(Candidate(trace, question, row))
-    return candidates
+            matched.append(MatchedTrace(trace, question, row))
+    return matched
 
 
 def _normalized(text: str) -> str:
@@ -241,7 +241,7 @@ def build_guidance(
     """Returns the guidance of a run; None if its algorithm has neither traces nor a replay buffer."""
     trace_rollouts: dict[str, Rollout] = {}
     if traces:
-        trace_rollouts = ranks.shared(lambda: usable(traces, config, questions, layout=layout, judge=judge))
+        trace_rollouts = ranks.shared(lambda: usable_traces(traces, config, questions, layout=layout, judge=judge))
     if not trace_rollouts and replay is None:
         return None
     return Guidance(

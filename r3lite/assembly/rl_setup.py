@@ -81,12 +81,12 @@ def build_learning(
     )
     policy = load_policy(folder, config.model, memory=config.memory, plan=plan, training=training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
-    adapted: dict[str, Stateful] = {}
+    controllers: dict[str, Stateful] = {}
     if rl.kl_target:
-        adapted["kl"] = algorithm.kl
+        controllers["kl"] = algorithm.kl
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
-        adapted["kl_budget"] = budget
+        controllers["kl_budget"] = budget
     inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols=protocols))
     state = policy.train_state(
         config.optimizer,
@@ -94,7 +94,7 @@ def build_learning(
         data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),
         inputs=inputs,
         facts={"algorithm": rl.algorithm, "questions": len(questions)},
-        **adapted,
+        **controllers,
         **parts,
     )
     engine = Engine(

@@ -6,8 +6,10 @@ import hashlib
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from torch import Tensor
 
 import r3lite
 from r3lite.assembly import answering
@@ -15,7 +17,7 @@ from r3lite.assembly.policy import load_policy
 from r3lite.core.config import flag
 from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
-from r3lite.core.http_server import Server, UnknownPath
+from r3lite.core.http_server import Peer, Server, UnknownPath
 from r3lite.core.listening import listen, token_of, url_of
 from r3lite.core.records import Record
 from r3lite.datasets.sources import protocols_of, read_questions_of
@@ -92,6 +94,18 @@ def _passages_fingerprint(setup: Setup) -> str | bool:
     return corpus.fingerprint(setup.documents)
 
 
+@dataclass(frozen=True)
+class WatchfulSampler(Sampler):
+    """Samples as long as the client is there: raises Disconnected at the next token after it has left."""
+
+    peer: Peer = field(kw_only=True)
+
+    def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probabilities as Sampler does."""
+        self.peer.check_connected()
+        return super().__call__(logits, uniforms)
+
+
 class RolloutService:
     """Samples with one adapter at a time, one request at a time."""
 
@@ -106,7 +120,7 @@ class RolloutService:
         self.version = ""  # of the adapter
         self.one_at_a_time = threading.Lock()
 
-    def answer(self, path: str, request: Record | bytes | None) -> dict:
+    def answer(self, path: str, request: Record | bytes | None, peer: Peer) -> dict:
         """Returns the reply to a request, as core.http_server.HttpService says."""
         if path == "/version":
             return {
@@ -115,11 +129,11 @@ class RolloutService:
                 "adapter": self.version,
                 "dtype": dtype_name(self.engine.model.head_weight.dtype),
             }
-        with self.one_at_a_time:
+        with peer.holding(self.one_at_a_time):
             if isinstance(request, bytes):
                 return self._receive(AdapterFiles(request), path.removeprefix("/adapter/"))
             if path == "/sample" and request:
-                return self._sample(request)
+                return self._sample(request, peer)
         raise UnknownPath(path)
 
     def _receive(self, adapter: AdapterFiles, version: str) -> dict:
@@ -148,12 +162,12 @@ class RolloutService:
             lora.remove_adapter(model, self.version)
         self.version = adapter.version
 
-    def _sample(self, request: Record) -> dict:
+    def _sample(self, request: Record, peer: Peer) -> dict:
         """Returns the episodes of a request; none if it is of a trainer with other facts or another adapter."""
         requested = (request.text("identity"), request.text("adapter"))
         if requested != (identity_of(self.facts), self.version):
             return {"differs": True}
-        engine = self.engine
+        engine = replace(self.engine, sampler=WatchfulSampler(**vars(self.engine.sampler), peer=peer))
         tickets = tickets_from_json(request, EpisodeLimits.of(engine.layout))
         sequences = [ticket.sequence() for ticket in tickets]
         for sequence in sequences:

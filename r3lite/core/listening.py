@@ -1,4 +1,5 @@
-"""Where servers listen: the socket, the addresses that only this machine reaches, and the token that others need.
+"""Where servers listen: the socket, the addresses that only this machine reaches, the token that others need, and what
+a connection may take.
 
 The servers of answers, of retrievers and of rollouts use it alike.
 """
@@ -7,6 +8,7 @@ import ipaddress
 import os
 import re
 import socket
+from dataclasses import dataclass
 
 from r3lite.core.errors import R3LiteError, explained
 
@@ -14,6 +16,23 @@ TOKEN = "R3LITE_TOKEN"  # of a server, and of rollout servers
 RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"  # of --retriever and --rerank, which may be others' servers
 SHORTEST_TOKEN = 16  # characters
 BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a server's connections may take, so that slow or many clients keep it from no other client."""
+
+    seconds: float = 30.0  # for a request to arrive, and again for its reply to be read ...
+    bytes_per_second: int = 64 << 10  # ... and as much longer as a link of this speed needs
+    connections: int = 256  # at a time; others are refused
+    poll_seconds: float = 1.0  # between two looks whether a client that waits for its turn is still there
+
+    def seconds_for(self, size: int) -> float:
+        """Returns the seconds in which `size` bytes must have been transferred."""
+        return self.seconds + size / self.bytes_per_second
+
+
+CONNECTION_LIMITS = ConnectionLimits()  # of all servers; tests have shorter ones
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve
-from r3lite.core.http_server import Server, UnknownPath
+from r3lite.core.http_server import Peer, Server, UnknownPath
 from r3lite.core.listening import url_of
 from r3lite.core.records import WHOLE, InvalidRecord, Record
 from r3lite.retrieval.retriever import build_retriever
@@ -41,15 +41,15 @@ class RetrievalService:
         self.token = token
         self.one_at_a_time = threading.Lock()
 
-    def answer(self, path: str, request: Record | None) -> dict:
+    def answer(self, path: str, request: Record | None, peer: Peer) -> dict:
         """Returns the reply to a request, as core.http_server.HttpService says; OSError if the retriever fails."""
         if path == "/retrieve" and request:
-            return self._retrieve(request)
+            return self._retrieve(request, peer)
         if path == "/rerank" and request and self.rerank:
-            return self._rank(request)
+            return self._rank(request, peer)
         raise UnknownPath(path)
 
-    def _retrieve(self, request: Record) -> dict:
+    def _retrieve(self, request: Record, peer: Peer) -> dict:
         queries = request.texts("queries")
         top_k = request.whole("topk", self.top_k, low=1, high=WHOLE)
         if len(queries) > MAX_QUERIES or top_k > self.top_k:
@@ -58,7 +58,7 @@ class RetrievalService:
                 code="request-too-many-queries",
             )
         pairs = [(Question(str(i), query, ()), query) for i, query in enumerate(queries)]
-        with self.one_at_a_time:
+        with peer.holding(self.one_at_a_time):
             outcomes = self.retrieve(pairs)
         for outcome in outcomes:
             if isinstance(outcome, Failure):
@@ -66,12 +66,12 @@ class RetrievalService:
         with_scores = request.flag("return_scores", False)
         return {"result": [[_entry(document, with_scores) for document in documents[:top_k]] for documents in outcomes]}
 
-    def _rank(self, request: Record) -> dict:
+    def _rank(self, request: Record, peer: Peer) -> dict:
         query = request.text("query")
         documents = request.texts("documents")
         if len(documents) > MAX_PASSAGES:
             raise InvalidRecord(f"at most {MAX_PASSAGES} documents", code="request-too-many-documents")
-        with self.one_at_a_time:
+        with peer.holding(self.one_at_a_time):
             scores = self.rerank([(query, document) for document in documents])
         ranking = sorted(range(len(scores)), key=lambda i: -scores[i])
         return {"result": [{"index": i, "score": scores[i]} for i in ranking]}

@@ -1,10 +1,14 @@
-"""HTTP around an ask: what every request passes before it is read, and how its answer is sent."""
+"""HTTP around an ask: what a connection may take, what every request passes before it is read, and how its answer is
+sent.
+"""
 
 import asyncio
 import hmac
+import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Request
@@ -14,13 +18,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from r3lite.core.listening import host_of, is_loopback
+from r3lite.core.listening import CONNECTION_LIMITS, host_of, is_loopback
 from r3lite.serving.asks import Ask, Refusal, ServedAnswer
 from r3lite.serving.desk import Desk
 
 OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
-HEAD_SECONDS = 30.0  # that a client may take to send the head of a request
-BODY_SECONDS = 30.0  # and its body
 
 Event = dict[str, Any] | ServedAnswer | Refusal  # the last of an ask is its answer or why there is none
 Events = AsyncGenerator[dict[str, Any] | ServedAnswer, None]
@@ -28,27 +30,64 @@ Texts = Callable[[Event], Iterable[str]]
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 by uvicorn, but a connection on which no request begins in time is closed, as uvicorn would wait without
-    end. The time for a head begins with the connection, or with the head's first byte."""
+    """HTTP/1.1 by uvicorn, which would wait without end for a head to arrive and for a reply to be read.
 
-    _late: asyncio.TimerHandle | None = None
+    The time for a head begins with the connection, with the end of a reply, or with the head's first byte. That for a
+    reply begins when the client has left so much unread that nothing more can be sent.
+    """
+
+    limits = CONNECTION_LIMITS
+    _late_head: asyncio.TimerHandle | None = None
+    _late_reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._watch()
+        if len(self.connections) > self.limits.connections:
+            transport.write(bytes_of(TOO_MANY_CONNECTIONS))
+            transport.close()
+        else:
+            self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._late_reader is None:
+            self._late_reader = self.loop.call_later(self.limits.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_reader_time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head_time()
+        self._end_reader_time()
+        super().connection_lost(exc)
+
     def _watch(self) -> None:
         """Starts the time while a head is awaited, and ends it as soon as there is one."""
-        awaited = self.cycle is None or self.cycle.response_complete
-        if awaited and self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-        elif not awaited and self._late is not None:
-            self._late.cancel()
-            self._late = None
+        is_awaited = self.cycle is None or self.cycle.response_complete
+        if not is_awaited:
+            self._end_head_time()
+        elif self._late_head is None:
+            # Not `close`, which waits until the client has read all that was sent.
+            self._late_head = self.loop.call_later(self.limits.seconds, self.transport.abort)
+
+    def _end_head_time(self) -> None:
+        if self._late_head is not None:
+            self._late_head.cancel()
+            self._late_head = None
+
+    def _end_reader_time(self) -> None:
+        if self._late_reader is not None:
+            self._late_reader.cancel()
+            self._late_reader = None
 
 
 def encodable(text: str) -> str:
@@ -65,16 +104,35 @@ Text = Annotated[str, AfterValidator(encodable)]
 
 def failure(refusal: Refusal) -> JSONResponse:
     """Returns a refusal as OpenAI's API words it."""
-    error = {
+    headers = {}
+    if refusal.retry_after:
+        headers["Retry-After"] = str(math.ceil(refusal.retry_after))
+    return JSONResponse({"error": error_of(refusal)}, refusal.status, headers)
+
+
+def error_of(refusal: Refusal) -> dict[str, str | None]:
+    """Returns the body's `error`."""
+    return {
         "message": refusal.message,
         "type": "server_error" if refusal.status >= 500 else "invalid_request_error",
         "param": None,
         "code": refusal.code,
     }
-    headers = {}
-    if refusal.retry_after:
-        headers["Retry-After"] = str(math.ceil(refusal.retry_after))
-    return JSONResponse({"error": error}, refusal.status, headers)
+
+
+TOO_MANY_CONNECTIONS = Refusal(503, "overloaded", "The server has too many connections. Try again soon.", 5)
+
+
+def bytes_of(refusal: Refusal) -> bytes:
+    """Returns a refusal as it is sent on a connection on which nothing is read, and that is closed then."""
+    body = json.dumps({"error": error_of(refusal)}).encode()
+    head = (
+        f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
 
 
 class RequestGuard:
@@ -92,8 +150,12 @@ class RequestGuard:
             await self.app(scope, receive, send)
             return
         try:
-            self._check(scope, Headers(scope=scope))
-            body = await asyncio.wait_for(self._body(scope, receive), BODY_SECONDS)
+            headers = Headers(scope=scope)
+            self._check(scope, headers)
+            size = announced_size(headers)
+            if size > self.max_body:
+                raise self._too_large()
+            body = await asyncio.wait_for(self._body(receive), Connection.limits.seconds_for(size))
         except Refusal as refusal:
             await failure(refusal)(scope, receive, send)
             return
@@ -121,20 +183,25 @@ class RequestGuard:
         if scheme.lower() != "bearer" or not matches:
             raise Refusal(401, "invalid_api_key", "The token is missing or wrong: send Authorization: Bearer TOKEN.")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    def _too_large(self) -> Refusal:
+        return Refusal(413, "too_large", f"The request is larger than {self.max_body >> 10} KiB.")
+
+    async def _body(self, receive: Receive) -> bytes:
         """Returns the body; Refusal if it is too large, before more of it is read."""
-        too_large = Refusal(413, "too_large", f"The request is larger than {self.max_body >> 10} KiB.")
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdecimal() and int(announced[:20]) > self.max_body:
-            raise too_large
         body = bytearray()
         while True:
             message: Any = await receive()
             body += message.get("body", b"")
             if len(body) > self.max_body:
-                raise too_large
+                raise self._too_large()
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 return bytes(body)
+
+
+def announced_size(headers: Headers) -> int:
+    """Returns the bytes of the body as the head announces them; 0 if it does not."""
+    text = headers.get("content-length", "0")
+    return int(text[:20]) if text.isdecimal() else 0
 
 
 def client_of(scope: Scope) -> str:

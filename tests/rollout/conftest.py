@@ -1,5 +1,7 @@
 """A toy model over the byte tokenizer, and an engine that says what a script says."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ def model(tokenizer):
 SAMPLER = Sampler()
 
 
+@dataclass
 class ScriptedEngine(Engine):
     """Says what the script says, and records the probability that the model gave it.
 
@@ -31,7 +34,7 @@ class ScriptedEngine(Engine):
     answer is forced is `forced` if that is given, else the turn after the one before it.
     """
 
-    script: dict[str, list[str]]
+    script: dict[str, list[str]] = field(default_factory=dict)
     forced: str | None = None
 
     def _sample(self, logits, rows):

@@ -1,5 +1,8 @@
 """A trainer beside workers that send what they should not: none of it ends the run, and none is learned from."""
 
+import time
+from dataclasses import replace
+
 import pytest
 
 from r3lite.assembly.rollout_service import RolloutService
@@ -8,7 +11,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.llm.http_client import Link
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.remote import RemoteEngine, RolloutWorker
-from r3lite.rollout.wire import AdapterFiles
+from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.wire import AdapterFiles, Ticket
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
@@ -25,8 +29,8 @@ class Broken(RolloutService):
 
     change: dict | Exception | None = None
 
-    def answer(self, path, request):
-        reply = super().answer(path, request)
+    def answer(self, path, request, peer):
+        reply = super().answer(path, request, peer)
         if path == "/sample" and isinstance(self.change, Exception):
             raise self.change
         if path == "/sample" and self.change:
@@ -82,3 +86,27 @@ def test_without_another_server_the_run_says_which_one_is_broken(workers):
     remote.servers.pop()
     with pytest.raises(R3LiteError, match=f"no rollout server is left: {remote.servers[0].link.url}/sample did not"):
         remote.run(QUESTIONS, SEEDS, None)
+
+
+def test_an_abandoned_request_is_not_sampled_to_its_end(engine_of, running, monkeypatch):
+    """It was, while the trainer had the same episodes sampled by another worker, and the next request waited."""
+
+    steps = []
+    sample = Sampler.__call__
+
+    def slow(sampler, logits, uniforms):
+        steps.append(len(uniforms))
+        time.sleep(0.02)
+        return sample(sampler, logits, uniforms)
+
+    monkeypatch.setattr(Sampler, "__call__", slow)
+    engine = engine_of(PROTOCOL, replace(LENGTHS, max_new_tokens=900))
+    service = RolloutService(engine, lambda pairs: [[] for _ in pairs], FACTS)
+    service.version = ADAPTER.version
+    worker = RolloutWorker(Link(running(service), "", 1, 1 << 24), FACTS, engine.layout_of)
+    worker.check()
+    with pytest.raises(R3LiteError, match="does not answer"):
+        worker.sample([Ticket(QUESTIONS[0], SEEDS[0], 0)], ADAPTER, None)
+    assert service.one_at_a_time.acquire(timeout=10)  # within a token's time, not at the end of the episode
+    service.one_at_a_time.release()
+    assert 0 < len(steps) < 200

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from r3lite.core import http_server
 from r3lite.core.episode import Document
+from r3lite.core.listening import CONNECTION_LIMITS, ConnectionLimits
 from r3lite.retrieval import server as retrieval_server
 from r3lite.serving import http as serving_http
 from r3lite.serving.routing import route
@@ -103,7 +103,7 @@ def status_of(reply: bytes) -> int | None:
 
 
 def test_each_request_is_answered_as_it_should_and_the_next_one_too(serving, monkeypatch):
-    monkeypatch.setattr(serving_http, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(serving_http.Connection, "limits", ConnectionLimits(seconds=0.5))
     running = serving()
     wrong = {}
     for name, (sent, statuses) in REQUESTS.items():
@@ -134,8 +134,7 @@ def silent(running, head: bytes) -> socket.socket:
 
 def test_clients_that_never_finish_a_request_are_let_go_and_others_answered(serving, monkeypatch):
     """uvicorn waits for the rest of a head without end: some hundred such connections used all descriptors up."""
-    monkeypatch.setattr(serving_http, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(serving_http, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(serving_http.Connection, "limits", ConnectionLimits(seconds=0.5))
     running = serving()
     whole = request().replace(b"Connection: close\r\n", b"")
     beginnings = [b"", b"POST", b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX: ", request(body=b"{", length=100)]
@@ -154,7 +153,7 @@ def test_clients_that_never_finish_a_request_are_let_go_and_others_answered(serv
 
 
 def test_a_drop_at_a_time_does_not_put_the_end_off(serving, monkeypatch):
-    monkeypatch.setattr(serving_http, "HEAD_SECONDS", 0.6)
+    monkeypatch.setattr(serving_http.Connection, "limits", ConnectionLimits(seconds=0.6))
     running = serving()
     with silent(running, b"GET / HTTP/1.1\r\n") as connection:
         began = time.monotonic()
@@ -197,8 +196,12 @@ def test_what_one_page_may_ask_another_sites_may_not(serving):
 
 @pytest.fixture
 def retriever():
-    def start(retrieve=lambda pairs: [[Document("1", "T", "It is.")] for _ in pairs], host="127.0.0.1"):
-        server = retrieval_server.Server(retrieval_server.RetrievalService(retrieve, None, 5), host, 0)
+    def start(host="127.0.0.1", limits=CONNECTION_LIMITS):
+        def retrieve(pairs):
+            return [[Document("1", "T", "It is.")] for _ in pairs]
+
+        service = retrieval_server.RetrievalService(retrieve, None, 5)
+        server = retrieval_server.Server(service, host=host, port=0, limits=limits)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         started.append(server)
@@ -261,9 +264,8 @@ def test_a_retriever_that_others_can_reach_has_any_name_and_answers_no_page(retr
     assert b" 403 " in reply_to(running, request("/retrieve", QUERY, head=b"Origin: http://gpu-box:8000\r\n"))[:20]
 
 
-def test_clients_that_break_off_or_wait_neither_stop_a_retriever_nor_fill_its_log(retriever, monkeypatch, capfd):
-    monkeypatch.setattr(http_server.Handler, "timeout", 0.5)
-    running = retriever()
+def test_clients_that_break_off_or_wait_neither_stop_a_retriever_nor_fill_its_log(retriever, capfd):
+    running = retriever(limits=ConnectionLimits(seconds=0.5))
     whole = request("/retrieve", QUERY)
     for cut in (10, len(whole) - 5, len(whole)):
         for _ in range(3):
