@@ -92,7 +92,7 @@ class LocalClient(CachingClient):
         if answerable:
             self._ask(answerable, take)
         for key, refusal in refusals.items():
-            take(key, self._kept(key, refusal))
+            take(key, self._count_and_store(key, refusal))
 
     def _refusal(self, request: Request) -> Reply | None:
         """Returns why a request cannot be asked, if it cannot; else it counts as asked."""
@@ -113,7 +113,7 @@ class LocalClient(CachingClient):
         """Gives `take` the reply to each request, by its key, as soon as it is there."""
 
         def take_sequence(key: str, sequence: Sequence) -> None:
-            take(key, self._kept(key, self._reply(sequence, requests[key])))
+            take(key, self._count_and_store(key, self._reply(sequence, requests[key])))
 
         engine = self._load(max(request.max_output_tokens for request in requests.values()))
         engine.run(

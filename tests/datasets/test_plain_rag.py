@@ -16,6 +16,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.errors import raises
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 # A family that has a system message, one that has none and trims, and one that opens a thought.
@@ -98,6 +99,6 @@ def test_the_question_is_the_query_and_one_that_fails_gives_no_row(tokenizer, tm
 
 def test_a_question_without_room_is_named_as_in_the_evaluation(tokenizer, tmp_path):
     layout = layout_of(tokenizer, "rag", max_length=300, max_new_tokens=100)
-    with pytest.raises(R3LiteError, match="--max-length 300 has no room for question a with a document"):
+    with raises(R3LiteError, "length-too-small", "300", "a"):
         write_plain_rag([OSLO], lambda pairs: [DOCUMENTS], layout, tmp_path / "rag.jsonl")
     assert not (tmp_path / "rag.jsonl").exists()

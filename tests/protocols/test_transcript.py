@@ -14,6 +14,7 @@ from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
 from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.errors import raises
 
 QUESTION = Question("q", "Where?", ("here",))
 QUERY, ANSWER = Step.asking("I must look.", "what is where"), Step("So.", answer="here")
@@ -278,7 +279,7 @@ def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer
 @for_every_protocol
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer, protocol):
     layout = Layout(tokenizer, protocol, LengthSettings(max_length=40))
-    with pytest.raises(R3LiteError, match=r"question q .*--max-length 40"):
+    with raises(R3LiteError, "prompt-too-long", "q", "--max-length 40"):
         opened(layout)
 
 
