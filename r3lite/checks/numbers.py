@@ -20,9 +20,9 @@ from r3lite.models.offload import Offload
 from r3lite.models.packing import states_before
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.rollout.decoder import LEAST_COSINE, Decoder, GraphDecoder
 from r3lite.rollout.engine import Engine

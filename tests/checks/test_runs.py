@@ -15,6 +15,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.memory.plan import Plan
 from r3lite.training import state
+from tests.errors import raises
 
 EXACT, HALF = Precision(torch.float32, CPU), Precision(torch.float16, CPU)
 
@@ -146,7 +147,7 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):
     monkeypatch.setattr(command.Command, "__call__", lambda *_: 1)
-    with pytest.raises(R3LiteError, match="status 1"):
+    with raises(R3LiteError, "command-failed", "1"):
         runs.train(tmp_path, [])
     monkeypatch.setattr(command.Command, "__call__", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):
