@@ -81,7 +81,7 @@ def measure(case: Case, folder: str, layers: int) -> dict:
     found = {"algorithm": case.algorithm, "tokens": case.tokens, "layers": layers}
     found |= {"peak_mib": round(peak, 1), "planned_mib": round(planned, 1)}
     found |= {"planned_off_percent": round(100 * (planned - peak) / peak, 1)}
-    return found | {"host_mib": round(counter.most_host / MIB, 1), "planned_host_mib": round(plan.host / MIB, 1)}
+    return found | {"host_mib": round(counter.peak_host / MIB, 1), "planned_host_mib": round(plan.host / MIB, 1)}
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ class LiveTensors(TorchDispatchMode):
         self.live = 0  # bytes, now
         self.peak = 0  # bytes, at most so far
         self.host = 0
-        self.most_host = 0
+        self.peak_host = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # by storage: the device's bytes and the host's
 
     @property
@@ -68,5 +68,5 @@ class LiveTensors(TorchDispatchMode):
         old_live, old_host = self._sizes.get(key, (0, 0))
         self.live += live - old_live
         self.host += host - old_host
-        self.most_host = max(self.most_host, self.host)
+        self.peak_host = max(self.peak_host, self.host)
         self._sizes[key] = live, host

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from r3lite.core.files import PART, move, read_record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
-from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
+from r3lite.models.causal_lm import CausalLM, ModelConfig, divisor_factors, rotary_divisors
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.weights import checkpoint_tensors
@@ -41,7 +41,7 @@ def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weigh
         _add_sizes(writer, model, name)
         _add_tokenizer(writer, folder, tokenizer, model.config.vocab_size)
         if scaling := model.config.rope_scaling:
-            factors = stretch(divisors(model.config.head_dim, model.config.rope_theta), scaling)
+            factors = divisor_factors(rotary_divisors(model.config.head_dim, model.config.rope_theta), scaling)
             writer.add_tensor(ROPE, factors.numpy())
         _add_tensors(writer, model, checkpoint_tensors(model), weights)
 

@@ -101,7 +101,7 @@ def layer_bytes(w: Workload, quantized: bool) -> int:
 def _bytes_beyond_own_nf4(packed: nf4.Packed, element: int) -> int:
     """Returns what the layers of a folder in NF4 take beyond what they would if r3lite had quantized them all."""
     per_weight = 1 / 2 + (1 + 8 / nf4.GROUP) / nf4.BLOCK
-    return int(packed.dense * (element - per_weight)) + 3 * packed.wide
+    return int(packed.dense_weights * (element - per_weight)) + 3 * packed.fp32_blocks
 
 
 def _nf4_bytes(weights: list[int]) -> int:
@@ -276,9 +276,9 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
 def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
     """Returns the bytes of a chunk's logits, a few rows of them in fp32, and the gradient of hidden states."""
     rows = min(memory.loss_chunk, tokens)
-    wide_rows = min(rows, logprobs.wide_rows("cuda" if w.on_cuda else "cpu"))
+    tile_rows = min(rows, logprobs.tile_rows("cuda" if w.on_cuda else "cpu"))
     logits = rows * w.vocabulary * w.element
-    in_fp32 = wide_rows * w.vocabulary * 4 * 3
+    in_fp32 = tile_rows * w.vocabulary * 4 * 3
     of_hidden = tokens * w.model.hidden_size * 4 if gradients else 0
     return logits + in_fp32 + of_hidden
 

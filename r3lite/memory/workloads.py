@@ -63,7 +63,7 @@ def _packed(folder: Path) -> Packed | None:
     paths = bitsandbytes_weights.packed_layers(tensor_places(folder))
     packed = sum(weights.get(path.rpartition(".")[2], 0) for path in paths)
     all_weights = config.num_hidden_layers * sum(weights.values())
-    return Packed(dense=all_weights - packed, wide=packed // nf4.BLOCK)
+    return Packed(dense_weights=all_weights - packed, fp32_blocks=packed // nf4.BLOCK)
 
 
 def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float | None) -> Workload:

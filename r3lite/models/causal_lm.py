@@ -70,12 +70,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def divisors(head_dim: int, theta: float) -> Tensor:
+def rotary_divisors(head_dim: int, theta: float) -> Tensor:
     """Returns the inverse rotary frequencies [D/2]: pair i of a head is rotated by position / theta^(2i / D)."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
+def divisor_factors(divisors: Tensor, scaling: RopeScaling) -> Tensor:
     """Returns the factors [D/2] of the divisors in Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
 
     A pair that turns more than `high_freq_factor` times within the original length keeps its frequency, one that turns
@@ -89,11 +89,11 @@ def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 @functools.cache
-def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
+def _head_divisors(config: ModelConfig, device: torch.device) -> Tensor:
     """Returns the divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
-    half = divisors(config.head_dim, config.rope_theta)
+    half = rotary_divisors(config.head_dim, config.rope_theta)
     if config.rope_scaling:
-        half = half * stretch(half, config.rope_scaling)
+        half = half * divisor_factors(half, config.rope_scaling)
     return torch.cat((-half, half)).to(device, non_blocking=True)
 
 
@@ -107,7 +107,7 @@ def rotary_angles(
     The angles are computed in fp32, the results are in `dtype`. The sines of the first half are negated here, once,
     instead of half of every head in every layer.
     """
-    head_divisors = _rotary_divisors(config, positions.device)
+    head_divisors = _head_divisors(config, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]
     cos = torch.empty(angles.shape, dtype=dtype, device=angles.device)
     sin = torch.empty(angles.shape, dtype=dtype, device=angles.device)

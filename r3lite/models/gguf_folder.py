@@ -17,7 +17,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
-from r3lite.models.causal_lm import CausalLM, RopeScaling, divisors, stretch
+from r3lite.models.causal_lm import CausalLM, RopeScaling, divisor_factors, rotary_divisors
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
 
@@ -195,7 +195,7 @@ def _scaling(
         high_freq_factor=HIGH_FREQ_FACTOR,
         original_max_position_embeddings=ORIGINAL_LENGTH,
     )
-    expected = stretch(divisors(head_dim, theta), scaling)
+    expected = divisor_factors(rotary_divisors(head_dim, theta), scaling)
     if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
         raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER, code="gguf-rope")
     return {"rope_type": "llama3", **vars(scaling)}

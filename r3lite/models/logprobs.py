@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens over a large vocabulary, and losses of them, without the logits.
+"""Log-probabilities of given tokens over a large vocabulary, and losses of them, without the logits.
 
 A row of fp32 logits of Qwen2.5 takes 594 KiB. So the head is applied to a chunk of rows at a time, in the head's
 dtype, and softmax, entropy and gradient are computed in fp32 for a few of these rows at a time, which fit in the cache
@@ -23,7 +23,7 @@ SMALLEST_SIZE = torch.finfo(torch.float32).tiny * UNIT  # of a row's gradient, s
 HEAD_ROWS = 8192  # rows of the head whose gradient is computed at a time
 
 Metrics = dict[str, Tensor]
-ChosenLoss = Callable[[slice, Tensor], tuple[Tensor, Metrics]]
+CandidatesLoss = Callable[[slice, Tensor], tuple[Tensor, Metrics]]
 """Rows, and their log-probabilities [n, k] of k tokens each -> the loss they add, a scalar, and its metrics."""
 Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 """Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its metrics, detached."""
@@ -155,7 +155,7 @@ def top_logprobs(
     logprobs = []
     for rows in _chunks(len(hidden), chunk):
         logits = _logits(hidden[rows], head_weight)
-        for tile in logits.split(wide_rows(logits.device.type)):
+        for tile in logits.split(tile_rows(logits.device.type)):
             top = _log_softmax(tile, TEACHER_TEMPERATURE).topk(k)
             ids.append(top.indices.int())
             logprobs.append(top.values)
@@ -163,19 +163,24 @@ def top_logprobs(
     return TopTokens(torch.cat(ids), torch.cat(logprobs))
 
 
-def chosen_loss(
-    hidden: Tensor, head_weight: Tensor, chosen: Tensor, loss: ChosenLoss, temperature: float = 1.0, chunk: int = CHUNK
+def candidates_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    candidates: Tensor,
+    loss: CandidatesLoss,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, list[Metrics]]:
     """Is `token_loss` of k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and their metrics.
 
-    `chosen` [N, k] are their ids, different ones in a row; they may be in host memory. The head is applied once; the
+    `candidates` [N, k] are their ids, different in a row; they may be in host memory. The head is applied once. The
     gradient with respect to `hidden` is computed in the forward pass.
     """
 
     def loss_of_chunk(rows: slice) -> tuple[Tensor, Metrics, Tensor]:
         logits = _logits(hidden[rows], head_weight)
-        ids = chosen[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
-        tiles = list(_chunks(len(logits), wide_rows(logits.device.type)))
+        ids = candidates[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
+        tiles = list(_chunks(len(logits), tile_rows(logits.device.type)))
         logprobs = torch.cat([_log_softmax(logits[tile], temperature).gather(-1, ids[tile]) for tile in tiles])
         with torch.enable_grad():
             value, metrics = loss(rows, logprobs.requires_grad_())
@@ -191,10 +196,10 @@ def chosen_loss(
         grad_hidden = linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
         return value.detach(), metrics, grad_hidden
 
-    return _Loss.apply(hidden, head_weight, len(chosen), chunk, loss_of_chunk, True, None)
+    return _Loss.apply(hidden, head_weight, len(candidates), chunk, loss_of_chunk, True, None)
 
 
-def wide_rows(device_type: str) -> int:
+def tile_rows(device_type: str) -> int:
     """Returns how many rows of a chunk, a tile, are in fp32 at a time.
 
     They are as many as a CPU's cache holds, or enough to fill a GPU.
@@ -280,7 +285,7 @@ def _statistics(
     `_unit(dtype)`. The gradient of any loss of log p(target) is that times a number, so it is made before the loss is.
     """
     parts = []
-    tile_size = wide_rows(logits.device.type)
+    tile_size = tile_rows(logits.device.type)
     for tile, tile_targets in zip(logits.split(tile_size), targets[:, None].split(tile_size)):
         logprobs = _log_softmax(tile, temperature)  # [w, V]
         target_logprobs = logprobs.gather(-1, tile_targets)[:, 0]
@@ -332,7 +337,7 @@ def _grad_hidden(
     unit = _unit(logits.dtype) / size.clamp(min=SMALLEST_SIZE)
     g = (grad_logprobs * unit)[:, None]  # [n, 1]
     h = (grad_entropies * unit)[:, None]
-    for tile in _chunks(len(logits), wide_rows(logits.device.type)):
+    for tile in _chunks(len(logits), tile_rows(logits.device.type)):
         logprobs = _log_softmax(logits[tile], temperature)  # [w, V]
         probs = logprobs.exp()
         grad_logits = logprobs.add_(entropies[tile, None]).mul_(h[tile])  # in place of the log-probabilities

@@ -65,8 +65,8 @@ class Nf4Weight:
 class Packed:
     """Counts of what the layers of a folder in NF4 have that `quantize` does not make."""
 
-    dense: int = 0  # weights that are not in NF4
-    wide: int = 0  # blocks whose absmax is in fp32
+    dense_weights: int = 0  # that are not in NF4
+    fp32_blocks: int = 0  # whose absmax is in fp32
 
 
 @torch.no_grad()

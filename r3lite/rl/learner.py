@@ -21,7 +21,7 @@ from r3lite.devices.precision import Precision
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models import hooks
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.logprobs import TEACHER_TEMPERATURE, chosen_loss, token_logprobs, token_loss
+from r3lite.models.logprobs import TEACHER_TEMPERATURE, candidates_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
@@ -282,7 +282,7 @@ class Learner:
 
         with self.precision.autocast():
             hidden, _ = action_states(self.model, batch)
-            loss, sums = chosen_loss(
+            loss, sums = candidates_loss(
                 hidden,
                 self.model.head_weight[: self.vocabulary],
                 teacher_ids,

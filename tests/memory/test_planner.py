@@ -119,7 +119,7 @@ def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_mode
     model = load_model(base, torch.bfloat16, "cpu")
     weights = held([*model.parameters(), *model.buffers()])
     assert planner.weight_bytes(w, True) == pytest.approx(weights, rel=0.01)
-    assert (w.packed.dense, w.packed.wide > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
+    assert (w.packed.dense_weights, w.packed.fp32_blocks > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
 
 
 def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plans):

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.models import logprobs as logprobs_module
-from r3lite.models.logprobs import chosen_loss, cross_entropy, token_logprobs, token_loss, top_logprobs
+from r3lite.models.logprobs import candidates_loss, cross_entropy, token_logprobs, token_loss, top_logprobs
 
 N, C, V = 37, 16, 101
 
@@ -199,7 +199,7 @@ def chosen():
     return torch.randn(N, V, generator=generator).topk(K).indices.int(), torch.randn(N, K, generator=generator)
 
 
-def loss_of_chosen(weight):
+def loss_of_candidates(weight):
     """A loss that bends, with gradients of either sign."""
 
     def loss(rows, logprobs):
@@ -216,9 +216,9 @@ def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(inpu
     (ids, weight), head = chosen, (head / C**0.5).to(dtype)
     ours = hidden.to(dtype).requires_grad_()
     theirs = ours.detach().double().requires_grad_()
-    value, metrics = chosen_loss(ours, head, ids, loss_of_chosen(weight), 0.7, chunk)
+    value, metrics = candidates_loss(ours, head, ids, loss_of_candidates(weight), 0.7, chunk)
     logprobs = torch.log_softmax(theirs @ head.double().T / 0.7, dim=-1).gather(-1, ids.long())
-    expected, _ = loss_of_chosen(weight.double())(slice(None), logprobs)
+    expected, _ = loss_of_candidates(weight.double())(slice(None), logprobs)
     assert value.item() == pytest.approx(expected.item(), rel=10 * bound)
     assert sum(m["loss"] for m in metrics).item() == pytest.approx(value.item())
     (value * 3).backward()
@@ -229,7 +229,7 @@ def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(inpu
 def test_one_token_a_row_is_the_loss_of_a_target(inputs):
     hidden, head, targets, _ = inputs
     one, other = (hidden.clone().requires_grad_() for _ in range(2))
-    loss, _ = chosen_loss(one, head, targets[:, None], lambda rows, logprobs: (-logprobs.sum(), {}))
+    loss, _ = candidates_loss(one, head, targets[:, None], lambda rows, logprobs: (-logprobs.sum(), {}))
     expected, _ = token_loss(other, head, targets, cross_entropy)
     loss.backward()
     expected.backward()
@@ -250,6 +250,6 @@ def test_the_logits_of_several_tokens_a_row_are_never_there_as_a_whole(inputs, c
     hidden, head, _, _ = inputs
     ids, weight = chosen
     with NoMoreRows(8) as watch:
-        chosen_loss(hidden.requires_grad_(), head, ids, loss_of_chosen(weight), chunk=8)[0].backward()
+        candidates_loss(hidden.requires_grad_(), head, ids, loss_of_candidates(weight), chunk=8)[0].backward()
         top_logprobs(hidden, head, K, chunk=8)
     assert watch.seen == 8
