@@ -31,7 +31,7 @@ def examine(config: DoctorConfig) -> None:
     """Runs all checks, prints a line for each, and writes the report; raises R3LiteError if one failed."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks import card, registry, speeds
-    from r3lite.checks.report import Report, print_line, users_own
+    from r3lite.checks.report import CheckLog, print_line, users_own
     from r3lite.devices import machine
     from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
 
@@ -49,7 +49,7 @@ def examine(config: DoctorConfig) -> None:
         print_line(f"   {label}", hide(text))
     print("\nspeed", flush=True)
     measured = []
-    report = Report(hide)
+    report = CheckLog(hide)
     report.make("speeds", speeds.measured_speeds, device, measured)
     print("\ncorrectness")
     for check in registry.CHECKS:

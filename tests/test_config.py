@@ -30,6 +30,7 @@ from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.serve import ServeConfig
 from tests.commands import CONFIGS, Everything
+from tests.errors import raises
 
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
 
@@ -199,7 +200,7 @@ def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv,
 
 def test_a_preset_that_is_not_text_is_a_usage_error(toml):
     """The nearest name of a number was a TypeError."""
-    with pytest.raises(UsageError, match="unknown preset 3; choose from "):
+    with raises(UsageError, "unknown-preset", "3"):
         read("--config", toml("preset = 3"))
 
 
@@ -264,7 +265,7 @@ def test_a_trait_stands_beside_bounds_and_leaves_them():
     kinds = kinds_of(Some)
     assert kinds["maybe"].convert("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
     for name in ("free", "maybe"):
-        with pytest.raises(UsageError, match=f"{name} is 0; it must be at least 1"):
+        with raises(UsageError, "below-least", name, "0", "1"):
             kinds[name].convert(name, "0")
 
 

@@ -26,6 +26,7 @@ from r3lite.core.files import (
     write_jsonl,
     write_text,
 )
+from tests.errors import raises
 
 
 def lines(path, on_bad=None) -> list[tuple[int, dict]]:
@@ -93,10 +94,10 @@ def test_half_of_a_surrogate_pair_is_a_bad_line(tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(R3LiteError, match="gone"):
+    with raises(R3LiteError, "file-unreadable", "gone"):
         list(read_jsonl(tmp_path / "gone"))
     (tmp_path / "latin").write_bytes('{"a": "é"}'.encode("latin-1"))
-    with pytest.raises(R3LiteError, match="UTF-8"):
+    with raises(R3LiteError, "not-utf8"):
         list(read_jsonl(tmp_path / "latin"))
 
 
@@ -193,7 +194,7 @@ def test_what_was_made_for_the_lock_is_removed_and_nothing_else(tmp_path):
 def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(R3LiteError, match=r"cannot be written: .*No space left"), sole_writer(tmp_path / "a" / "b"):
+        with raises(R3LiteError, "output-unwritable", "No space left"), sole_writer(tmp_path / "a" / "b"):
             pass
     assert list(tmp_path.iterdir()) == []
     with sole_writer(tmp_path / "a" / "b"):
@@ -203,7 +204,7 @@ def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 @posix
 def test_a_link_and_what_it_leads_to_are_one_place(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder")
-    refused = pytest.raises(R3LiteError, match="another process")
+    refused = raises(R3LiteError, "output-in-use")
     with sole_writer(tmp_path / "link"), refused, sole_writer(tmp_path / "folder"):
         pass
 

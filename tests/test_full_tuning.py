@@ -15,6 +15,7 @@ from r3lite.models import full_tuning, lora
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.settings import common
 from r3lite.training import checkpoint, metrics
+from tests.errors import raises
 from tests.test_sft import toy  # noqa: F401 (a fixture)
 
 FULL = ["--no-lora", "--batch-size", "2", "--learning-rate", "2e-3"]
@@ -151,10 +152,10 @@ def model(toy, tmp_path) -> Path:  # noqa: F811
 
 def test_a_run_named_in_the_wrong_place_names_the_way_to_its_model(model):
     for adapter in (model.parent, model):
-        with pytest.raises(R3LiteError, match="has a model, not an adapter") as refused:
+        with raises(R3LiteError, "model-not-adapter") as refused:
             lora.read_base(adapter)
         assert refused.value.remedy == f"Pass --model {model}."
-    with pytest.raises(R3LiteError, match="is a run folder") as refused:
+    with raises(R3LiteError, "run-not-model") as refused:
         resolve_folder(str(model.parent))
     assert refused.value.remedy == f"Pass --model {model}."
 

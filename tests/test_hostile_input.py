@@ -28,6 +28,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.retrieval.corpus import read_corpus
 from r3lite.retrieval.procedures import read_procedures
 from r3lite.training import checkpoint
+from tests.errors import raises
 from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI
 
 PROTOCOL = R3("{question}", "{documents}")
@@ -260,7 +261,7 @@ def test_bytes_that_are_no_text_and_pipes_are_refused(tmp_path, name):
     reader = READERS[name]
     path = tmp_path / "bytes.jsonl"
     path.write_bytes(json.dumps(reader.sample).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(R3LiteError, match=r"bytes\.jsonl"):
+    with raises(R3LiteError, "not-utf8", "bytes.jsonl"):
         reader.read(path)
-    with pytest.raises(R3LiteError, match="pipe or device"):
+    with raises(R3LiteError, "not-a-file", "pipe or device"):
         reader.read(Path("/dev/zero"))

@@ -28,6 +28,7 @@ from r3lite.retrieval.corpus import read_corpus
 from r3lite.retrieval.procedures import read_procedures
 from r3lite.settings import ProtocolSettings, RetrievalSettings, SftConfig
 from r3lite.training import checkpoint
+from tests.errors import raises
 
 ROOT = Path(__file__).parent.parent
 NODES = [
@@ -184,11 +185,11 @@ def test_a_drive_is_not_taken_for_something_else(tmp_path, monkeypatch):
         assert files_of(path) == [Path(path)] and read_questions(path)[0].answers == ("Ann",)
         if "," not in path:
             assert hub_string(path) is None
-    with pytest.raises(R3LiteError, match=r"C:\\none\.jsonl: no such file"):
+    with raises(R3LiteError, "data-absent", "C:\\none.jsonl"):
         files_of("C:\\none.jsonl")
     Path("C:\\models").mkdir()
     assert resolve_folder("C:\\models") == Path("C:\\models")
-    with pytest.raises(R3LiteError, match=r"D:\\models"):
+    with raises(R3LiteError, "model-absent", "D:\\models"):
         resolve_folder("D:\\models")
     settings = RetrievalSettings(source_index=("News=C:\\news-index",))
     settings.check()

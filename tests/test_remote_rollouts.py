@@ -26,6 +26,7 @@ from r3lite.models import lora
 from r3lite.rollout import wire
 from r3lite.rollout.sequence import Sequence
 from tests.cold_start import WORLD, adapter, arguments, logged, same
+from tests.errors import raises
 from tests.sampled_elsewhere import (
     SHORT,
     config_of,
@@ -128,13 +129,13 @@ def test_another_base_and_another_version_are_refused(cold, tmp_path, running, m
     with pytest.raises(R3LiteError, match=r"has other settings: --model is 0123456789abcdef \(here \w{16}\)"):
         sampler_of(config, tmp_path)
     service.facts = ours | {"the version of r3lite": "0.0.1"}
-    with pytest.raises(R3LiteError, match=r"has other settings: the version of r3lite is 0.0.1 \(here"):
+    with raises(R3LiteError, "worker-differs", "the version of r3lite is 0.0.1 (here"):
         sampler_of(config, tmp_path)
     service.facts = ours
     sampler, _, _ = sampler_of(config, tmp_path)
     sampler.sample(1, Stopwatch())
     service.facts = ours | {"--max-hops": "7"}  # it was started anew while the run goes on
-    with pytest.raises(R3LiteError, match="has other settings: --max-hops is 7"):
+    with raises(R3LiteError, "worker-differs", "--max-hops is 7"):
         sampler.sample(2, Stopwatch())
 
 
@@ -188,7 +189,7 @@ def test_a_worker_asks_for_its_token(cold, tmp_path, running, monkeypatch):
 
 
 def test_another_server_is_neither(cold, tmp_path, running):
-    with pytest.raises(R3LiteError, match="is neither an r3lite rollout worker nor a vLLM server"):
+    with raises(R3LiteError, "not-a-worker"):
         sampler_of(config_of(cold, "--rollout-server", running(Scripted((200, {"hello": 1}, 0)))), tmp_path)
 
 
@@ -309,7 +310,7 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
         ([5, 6, 7, 8], [False, True, False, True], [-0.4, -1.0]),
         ([5, 6], [False, True], [-0.5]),
     ):
-        with pytest.raises(InvalidRecord, match="an episode does not begin as question q does"):
+        with raises(InvalidRecord, "wire-prompt-differs", "q"):
             wire.check_start(sequence(tokens, actions, logprobs), begun)
 
 
@@ -330,7 +331,7 @@ def test_a_ticket_goes_on_after_a_step_that_is_not_the_last():
 
 def test_an_adapter_without_its_two_files_is_refused(tmp_path):
     """It was a ValueError: the worker closed the connection without a word."""
-    with pytest.raises(InvalidRecord, match="the adapter is not two files"):
+    with raises(InvalidRecord, "wire-adapter"):
         wire.AdapterFiles(b'{"r": 8}').write(tmp_path / "adapter")
     assert not list(tmp_path.iterdir())
 

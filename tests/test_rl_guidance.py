@@ -13,12 +13,13 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.trajectories import encode_row, read_traces
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import Scored
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer
 from r3lite.settings import PpoConfig, ProtocolSettings
+from tests.errors import raises
 
 PROTOCOL = build_protocol(ProtocolSettings())
 GOLD = Document("1", "Brenn", "Brenn is a film by Ann Dahl.\n\nThe final answer: Rome<|im_end|>")
@@ -104,7 +105,7 @@ def test_traces_of_s1_and_openr1_are_read(use, tmp_path):
 def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
     """A well-formed trace that read the gold paragraph is paid more than the limit, whatever it answers."""
     flags = ["--format-reward", "0.6", "--trace-min-outcome", "0.5"]
-    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 have an answer reward below 0\.5"):
+    with raises(R3LiteError, "traces-useless", "0 of 6 questions", "of 1 traces; 1 have an answer reward below 0.5"):
         use([trace(0, "Rome")], *flags)
 
 

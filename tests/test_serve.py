@@ -19,6 +19,7 @@ from r3lite.core.files import read_jsonl, shipped
 from r3lite.core.invocation import resolve
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
+from tests.errors import raises
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -165,7 +166,7 @@ def test_which_adapter_answers_in_which_mode():
     for wrong in (["--adapters", "a=x,a=y"], ["--adapters", "++"], ["--adapters", "a b=c"], ["--adapters", "base=x"]):
         with pytest.raises(UsageError, match="NAME=FOLDER"):
             adapters_of(config(*wrong))
-    with pytest.raises(UsageError, match="--search-adapter is gpt; choose from sft, rl, or add it to --adapters"):
+    with raises(UsageError, "mode-adapter-unknown", "search", "gpt", "sft, rl"):
         modes("--adapters", "sft,rl", "--search-adapter", "gpt")
 
 

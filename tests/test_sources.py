@@ -19,9 +19,10 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.datasets.sources import read_data, read_questions_of
 from r3lite.protocols.chat import Chat
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.settings import LengthSettings, PpoConfig, SftConfig
 from tests.cold_start import WORLD, arguments, logged, same
+from tests.errors import raises
 from tests.test_sft import SHORT, assert_same_run, log, start, toy, trajectory, wait_for  # noqa: F401
 
 PAGE = Path(__file__).parent.parent / "docs" / "sources.md"
@@ -213,7 +214,7 @@ def test_prompts_of_sources_share_what_all_begin_with_and_must_leave_room(tokeni
     common = next(i for i, (x, y) in enumerate(zip(*prompts)) if x != y)
     assert shared_by_prompts([asked("b"), asked("a")], layouts) == common // 16 * 16 > 64
     assert shared_by_prompts([asked("b"), asked("a"), asked("c", "s" * 20)], layouts) == 16  # of 1 + 7 + 20
-    with pytest.raises(R3LiteError, match="question talk/1 and its prompt have"):
+    with raises(R3LiteError, "prompt-too-long", "talk/1"):
         shared_by_prompts([asked("b"), asked("x" * 400)], layouts)
 
 

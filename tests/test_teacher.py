@@ -21,6 +21,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rewards.reward import Scored
 from r3lite.rl.batch import Batch, Rollout
 from tests.cold_start import SHORT, WORLD, arguments, logged, same
+from tests.errors import raises
 
 TINY = resolve_folder("tiny")
 CPU = ["--preset", "tiny", "--device", "cpu", "--dtype", "fp32"]
@@ -80,7 +81,7 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
 
     monkeypatch.setattr(teacher_logprobs, "write_part", stops)
     assert collected(trajectories, tmp_path / "parts") == 130
-    with pytest.raises(R3LiteError, match="not a complete cache of log-probabilities: it has no manifest"):
+    with raises(R3LiteError, "logprobs-incomplete", "manifest"):
         lessons(tmp_path / "parts")
 
     def counted(folder, number, **part):
@@ -152,7 +153,7 @@ def test_a_teacher_with_other_tokens_is_refused(cold, cache, tmp_path, capsys):
     (folder / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     assert ppo.main(dgpo(cold, tmp_path / "run", "--teacher", str(folder))) == 1
     assert f"the teacher {folder} and the policy tiny have different tokenizers" in capsys.readouterr().err
-    with pytest.raises(R3LiteError, match="has another tokenizer"):
+    with raises(R3LiteError, "teacher-tokenizer-differs"):
         read_cache(cache, Tokenizer.load(folder).fingerprint, 1536)
 
 
@@ -197,7 +198,7 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
     assert batch.teacher == [LESSON.teacher, None] and batch.groups.tolist() == [1, 1]
     untaught = cached.batch([failed], {0: "q", 1: "p"})
     assert untaught.teacher == [None] and torch.equal(untaught.tokens, Batch.of([failed]).tokens)
-    with pytest.raises(R3LiteError, match="question q has another prompt"):
+    with raises(R3LiteError, "lesson-prompt-differs", "q"):
         cached.batch([replace(failed, record=replace(failed.record, tokens=[5, 4, 7, 8]))], {0: "p", 1: "q"})
 
 

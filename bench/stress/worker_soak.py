@@ -24,10 +24,11 @@ from bench.serving import resident
 from bench.stress import soak
 from r3lite.core.files import read_jsonl
 
-QUESTIONS, EPISODES = 2, 4  # of a round; of a question
+QUESTIONS = 2  # of a round
+EPISODES = 4  # of a question
 SIZES = ["--max-new-tokens", "16", "--max-hops", "1"]  # that trainer and workers must have in common
 QUIET_ROUNDS = 2  # between two troubles
-PIECE = 4096  # bytes that a link passes on at a time
+PIECE = 1 << 16  # bytes that a link passes on at a time
 MIB = 1 << 20
 
 
@@ -142,7 +143,8 @@ def run(folder: Path, total: int) -> dict:
     workers = [WorkerProcess(folder) for _ in range(2)]
     links = [SlowLink(worker.port) for worker in workers]
     command = trainer(folder, total, [link.url for link in links])
-    quiet, output = folder / "quiet", folder / "workers"
+    quiet = folder / "quiet"
+    output = folder / "workers"
     compared = total // 10
     trouble = Trouble(workers, links, output)
     try:
@@ -171,7 +173,7 @@ def run(folder: Path, total: int) -> dict:
 
 
 def flaws(figures: dict) -> list[str]:
-    """What does not hold of the figures of `run`."""
+    """Says what does not hold of the figures of `run`."""
     # Requests that are sent again cost time, and a connection may be open at one look and closed at the next.
     harmless = ("it became slower", "descriptors grew")
     why = [reason for reason in figures["trainer"]["why"] if reason not in harmless]
@@ -214,12 +216,14 @@ def rounds_of(output: Path) -> dict[int, list[str]]:
 
 
 def is_complete(episodes: list[str]) -> bool:
-    """Whether a round has each of its questions as often as it should."""
+    """Returns whether a round has each of its questions as often as it should."""
     counts = Counter(json.loads(text)["id"] for text in episodes)
     return len(counts) == QUESTIONS and set(counts.values()) == {EPISODES}
 
 
 def tenths(memory: list[tuple[int, float]], total: int) -> list[float]:
     """The medians of the memory in the second and in the last tenth of the rounds."""
-    spans = ((total // 10, total // 5), (total - total // 10, total))
-    return [statistics.median(mib for number, mib in memory if low <= number <= high) for low, high in spans]
+    tenth = total // 10
+    early = [mib for number, mib in memory if tenth <= number <= 2 * tenth]
+    late = [mib for number, mib in memory if total - tenth <= number]
+    return [statistics.median(early), statistics.median(late)]

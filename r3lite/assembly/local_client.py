@@ -21,8 +21,9 @@ from r3lite.llm.replies import Reply, Request, parse
 from r3lite.memory.workloads import judge_work
 from r3lite.models import activation_checkpointing, weights
 from r3lite.protocols.chat import Chat
+from r3lite.protocols.layout import Layout
+from r3lite.protocols.observations import ANSWER_ROOM
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import ANSWER_ROOM, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener, Sequence
@@ -91,7 +92,7 @@ class LocalClient(CachingClient):
         if answerable:
             self._ask(answerable, take)
         for key, refusal in refusals.items():
-            take(key, self._kept(key, refusal))
+            take(key, self._count_and_store(key, refusal))
 
     def _refusal(self, request: Request) -> Reply | None:
         """Returns why a request cannot be asked, if it cannot; else it counts as asked."""
@@ -112,7 +113,7 @@ class LocalClient(CachingClient):
         """Gives `take` the reply to each request, by its key, as soon as it is there."""
 
         def take_sequence(key: str, sequence: Sequence) -> None:
-            take(key, self._kept(key, self._reply(sequence, requests[key])))
+            take(key, self._count_and_store(key, self._reply(sequence, requests[key])))
 
         engine = self._load(max(request.max_output_tokens for request in requests.values()))
         engine.run(

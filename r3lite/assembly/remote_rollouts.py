@@ -131,7 +131,7 @@ def _server(
         url.rstrip("/"),
         remedy=REMEDY,
         seconds=config.remote.rollout_timeout,
-        most=LARGEST,
+        max_bytes=LARGEST,
         headers=bearer(TOKEN),
     )
     version = link.ask("/version", None, server="a rollout server", read=lambda reply: reply)

@@ -15,7 +15,7 @@ REBUILD = f"Install a build of PyTorch for it: {BUILDS}"
 
 
 def usable(precision: Precision) -> Finding:
-    """Whether PyTorch can use the machine's NVIDIA card, if it has one."""
+    """Checks whether PyTorch can use the machine's NVIDIA card, if it has one."""
     if precision.device.type == "cuda":
         return _built_for(torch.cuda.get_device_capability(precision.device))
     if torch.cuda.is_available():
@@ -29,15 +29,21 @@ def usable(precision: Precision) -> Finding:
 
 
 def _built_for(capability: tuple[int, int]) -> Finding:
-    """Whether PyTorch's build has kernels for a compute capability: those of the same major version, or code that the
-    driver compiles for it."""
+    """Checks whether PyTorch's build has kernels for a compute capability.
+
+    Kernels of the same major version run on it, and so does code that the driver compiles for it.
+    """
+    major, minor = capability
+    version = 10 * major + minor
     kernels = torch.cuda.get_arch_list() if torch.backends.cuda.is_built() else []
-    version = capability[0] * 10 + capability[1]
     sound = not kernels
-    for kind, _, number in (kernel.partition("_") for kernel in kernels):
-        built = int("".join(filter(str.isdigit, number)))
-        sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
-    message = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
+    for kernel in kernels:
+        kind, _, number = kernel.partition("_")
+        built_version = int("".join(filter(str.isdigit, number)))
+        same_major = built_version // 10 == major
+        if built_version <= version and (kind == "compute" or same_major):
+            sound = True
+    message = f"compute capability {major}.{minor}; PyTorch has kernels for {', '.join(kernels) or '?'}"
     return judged(sound, message, f"The GPU is too old or too new for this PyTorch. {REBUILD}")
 
 
@@ -46,21 +52,26 @@ class _Kernels(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if name in ("_softmax", "_safe_softmax"):
-            self.found.add("math")
+            self.names.add("math")
         elif name.startswith("_scaled_dot_product_") and not name.endswith("_backward"):
             kind = name.removeprefix("_scaled_dot_product_").partition("_attention")[0]
-            self.found.add("cpu" if name.endswith("_for_cpu") else kind)
+            self.names.add("cpu" if name.endswith("_for_cpu") else kind)
         return function(*args, **(kwargs or {}))
 
 
 def attention_kernels(precision: Precision) -> Finding:
-    """The kernel that attention runs under each mask, in training and without; never math, on Turing `efficient`."""
-    model, rows, device = tiny(precision), sentences(), precision.device
+    """Checks which kernel attention runs under each mask, in training and without.
+
+    It shall never be the math kernel, and on Turing cards the memory-efficient one.
+    """
+    model = tiny(precision)
+    rows = sentences()
+    device = precision.device
     rows[1] = rows[0][:48] + rows[1]  # a pack's common prefix
     used: dict[str, str] = {}
 
@@ -70,7 +81,7 @@ def attention_kernels(precision: Precision) -> Finding:
                 hidden = model(ids, context)
             if hidden.requires_grad:
                 hidden.backward(torch.ones_like(hidden))  # some kernel there must take it, too
-        used[mask] = "+".join(sorted(kernels.found)) or "none"
+        used[mask] = "+".join(sorted(kernels.names)) or "none"
 
     for grad in (False, True):
         model.model.embed_tokens.requires_grad_(grad)  # else nothing requires a gradient: the base is frozen
@@ -81,28 +92,34 @@ def attention_kernels(precision: Precision) -> Finding:
             note("shared prefix" + suffix, pack.tokens, pack)
     with torch.no_grad():
         cache = KVCache.of(model, 1)
-        for mask, part in {"prompt": rows[0][:41], "documents": rows[0][41:100]}.items():
-            prefill = Prefill(cache, [(0, part)])
+        stretches = {"prompt": rows[0][:41], "documents": rows[0][41:100]}
+        for mask, tokens in stretches.items():
+            prefill = Prefill(cache, [(0, tokens)])
             note(mask, prefill.tokens, prefill)
-        note("decoding", torch.tensor([[rows[0][100]]], device=device), cache.decode(1))
+        newest = torch.tensor([[rows[0][100]]], device=device)
+        note("decoding", newest, cache.decode(1))
     return _judged_kernels(used, device)
 
 
 def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
-    """Ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the memory-efficient one."""
-    turing = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
-    if bad := [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]:
-        message = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
+    """Returns ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the efficient one."""
+    sound = {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        sound = {"efficient", "cpu"}
+    unsound = [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]
+    if unsound:
+        message = ", ".join(f"{mask}: {used[mask]}" for mask in unsound)
         return judged(False, message, "Memory grows with T^2 there: use short rows, and report it with doctor.json.")
-    masks = {kernel: [mask for mask in used if used[mask] == kernel] for kernel in used.values()}
-    if len(masks) == 1:
-        return judged(True, f"all {len(used)} masks use the fused kernel `{next(iter(masks))}`")
-    return judged(True, "; ".join(f"{kernel}: {', '.join(under)}" for kernel, under in masks.items()))
+    masks_by_kernel: dict[str, list[str]] = {}
+    for mask, kernel in used.items():
+        masks_by_kernel.setdefault(kernel, []).append(mask)
+    if len(masks_by_kernel) == 1:
+        return judged(True, f"all {len(used)} masks use the fused kernel `{next(iter(masks_by_kernel))}`")
+    return judged(True, "; ".join(f"{kernel}: {', '.join(masks)}" for kernel, masks in masks_by_kernel.items()))
 
 
 def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[str, float]) -> Finding:
-    """What the card holds beside tensors, each part as measured and as planned, once everything else has run.
+    """Compares what the card holds beside tensors with what is planned, part by part, once everything else has run.
 
     `driver` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
     """
@@ -110,20 +127,21 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
         return skipped("for CUDA GPUs only")
     if not torch.cuda.memory_reserved():
         return skipped("PyTorch's allocator reports no sizes here")
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}  # MiB
     if "used_mib" in driver:
         free, total = torch.cuda.mem_get_info(precision.device)
-        found["context"] = (total - free - torch.cuda.memory_reserved()) / MIB - float(driver["used_mib"])
+        outside_allocator = total - free - torch.cuda.memory_reserved()
+        sizes["context"] = outside_allocator / MIB - float(driver["used_mib"])
     if hasattr(torch.backends.cuda, "cublas_workspace_size"):  # since PyTorch 2.13
-        found["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
+        sizes["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
     if measured.get("graph_pools_mib"):
-        found["graph pools"] = measured["graph_pools_mib"]
+        sizes["graph pools"] = measured["graph_pools_mib"]
     parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.of_this_card())
-    planned = {part: size / MIB for part, size in parts.items() if part in found}
-    shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
+    planned = {part: size / MIB for part, size in parts.items() if part in sizes}
+    shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in sizes.items()]
     if "fragmentation" in measured:
         shares.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
     remedy = "Plans reserve too little here: pass a lower --vram-budget, and report it with doctor.json."
-    figures = {f"{part} MiB": size for part, size in found.items()}
-    within = sum(found.values()) <= sum(planned.values())
+    figures = {f"{part} MiB": size for part, size in sizes.items()}
+    within = sum(sizes.values()) <= sum(planned.values())
     return judged(within, f"MiB, measured of planned: {', '.join(shares)}", remedy, **figures)

@@ -27,27 +27,33 @@ class Finding:
 
 
 def skipped(reason: str) -> Finding:
-    """The check does not apply here."""
+    """Returns that the check does not apply here."""
     return Finding("skipped", reason)
 
 
 def judged(sound: bool, message: str, remedy: str = REPORT, **measured: float) -> Finding:
-    """Ok if `sound`, else failed."""
-    return Finding("ok", message, "", measured) if sound else Finding("failed", message, remedy, measured)
+    """Returns ok if `sound`, else failed, with the figures that it was judged by."""
+    if sound:
+        return Finding("ok", message, measured=measured)
+    return Finding("failed", message, remedy, measured)
 
 
 def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
-    """Ok if log-probabilities that should be equal differ on average by no more than BOUNDS has for their dtype."""
-    parts, figures, sound = [], {}, True
+    """Returns ok if log-probabilities that should be equal differ by no more than BOUNDS on average, in each dtype."""
+    parts = []
+    figures = {}
+    sound = True
     for dtype, (ours, theirs) in pairs.items():
-        name, difference = dtype_name(dtype), (ours.float().cpu() - theirs.float().cpu()).abs()
+        name = dtype_name(dtype)
+        difference = (ours.float().cpu() - theirs.float().cpu()).abs()
         mean = float(difference.mean())
         sound &= mean <= BOUNDS[dtype]  # a nan is not
         parts.append(f"{mean:.1e} in {name} ({BOUNDS[dtype]:g} allowed)")
-        figures |= {f"mean_difference_{name}": mean, f"largest_difference_{name}": float(difference.max())}
+        figures[f"mean_difference_{name}"] = mean
+        figures[f"largest_difference_{name}"] = float(difference.max())
     return judged(sound, f"log-probabilities differ by {', '.join(parts)}", **figures)
 
 
 def largest(values: Iterable[float]) -> float:
-    """The greatest of some numbers, or nan if one of them is, which Python's `max` may pass over."""
+    """Returns the greatest of some numbers, or nan if one of them is, which Python's `max` may pass over."""
     return float(torch.tensor(list(values)).max())

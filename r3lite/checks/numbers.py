@@ -8,6 +8,7 @@ from torch import Tensor
 
 from r3lite.checks.finding import BOUNDS, Finding, closeness, judged, largest, skipped
 from r3lite.checks.sample import CPU, logprobs, padded, predicted, questions, sentences, tiny
+from r3lite.core.episode import Document, Question
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models import activation_checkpointing, nf4
@@ -19,9 +20,9 @@ from r3lite.models.offload import Offload
 from r3lite.models.packing import states_before
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.rollout.decoder import LEAST_COSINE, Decoder, GraphDecoder
 from r3lite.rollout.engine import Engine
@@ -29,7 +30,8 @@ from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 # Cross-entropy in nats a token of the shipped model on `sentences()`, in fp32. Another model has another figure.
-ENTROPY, ENTROPY_BOUND = 3.6177, 0.001
+ENTROPY = 3.6177
+ENTROPY_BOUND = 0.001
 LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
 WRONG_BUILD = "This PyTorch computes wrong numbers here: install another build, and report it with doctor.json."
 
@@ -41,8 +43,9 @@ NF4_ERROR = 0.11  # of weights of size 1: a normal distribution loses 0.092
 
 
 def logits(precision: Precision) -> Finding:
-    """The device's logits in fp32 against the CPU's, and the shipped model's cross-entropy against the recorded one."""
-    exact, rows = Precision(torch.float32, precision.device), sentences()
+    """Compares the device's logits in fp32 with the CPU's, and the model's cross-entropy with the recorded one."""
+    exact = Precision(torch.float32, precision.device)
+    rows = sentences()
     model = tiny(exact)
     entropy = -float(logprobs(model, rows, exact).mean())
     message = f"cross-entropy {entropy:.4f} nats per token, expected {ENTROPY}"
@@ -55,53 +58,68 @@ def logits(precision: Precision) -> Finding:
 
 @torch.no_grad()
 def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device, about: str) -> Finding:
-    """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `about` goes along."""
-    exact = tiny(Precision(torch.float32, CPU))
-    ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
-    off = float((ours.cpu() - theirs).abs().max())
+    """Compares a model's logits in fp32 with those of the same one on the CPU; `about` ends the message."""
+    reference = tiny(Precision(torch.float32, CPU))
+    logits_here = model.logits(model(padded(rows, device)))
+    logits_on_cpu = reference.logits(reference(padded(rows, CPU)))
+    off = float((logits_here.cpu() - logits_on_cpu).abs().max())
     message = f"largest difference from the CPU {off:.1e}, {LOGIT_BOUND:g} allowed; {about}"
     remedy = f"Disable TF32 if it is on. If not: {WRONG_BUILD}"
     return judged(off <= LOGIT_BOUND, message, remedy, largest_difference=off)
 
 
 def logits_in_dtype(precision: Precision) -> Finding:
-    """What the model says in the run's dtype against the CPU in fp32."""
+    """Compares log-probabilities in the run's dtype with the CPU's in fp32."""
     if precision.dtype == torch.float32:
         return skipped("not for fp32")
     rows = sentences()
-    exact = logprobs(tiny(Precision(torch.float32, CPU)), rows, Precision(torch.float32, CPU))
-    return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), exact)})
+    exact = Precision(torch.float32, CPU)
+    expected = logprobs(tiny(exact), rows, exact)
+    return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), expected)})
+
+
+def _exact_and_own(precision: Precision) -> list[Precision]:
+    """Returns fp32, where mistakes of logic show, and the run's precision, each on the device."""
+    return [Precision(torch.float32, precision.device), precision]
 
 
 def cached_decode(precision: Precision) -> Finding:
-    """Rows read piece by piece into a KV cache, against whole rows: in fp32, where mistakes show, and as the run is."""
-    return closeness({p.dtype: _in_pieces(p) for p in (Precision(torch.float32, precision.device), precision)})
+    """Compares rows that are read piece by piece into a KV cache with whole rows, in fp32 and as the run is."""
+    return closeness({p.dtype: _in_pieces(p) for p in _exact_and_own(precision)})
 
 
 @torch.no_grad()
 def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of rows given to a cache in single tokens and long stretches in turn, and of whole rows."""
-    model, rows = tiny(precision), sentences()
-    whole = logprobs(model, rows, precision)
-    cache, states, done = KVCache.of(model, len(rows)), [[] for _ in rows], [0] * len(rows)
-    stretches = [[40, 25, 61, 5], *[[1] * len(rows)] * 3, [30, 41, 1, 17], *[[1] * len(rows)] * 3]
-    stretches.append([len(row) - sum(s[i] for s in stretches) for i, row in enumerate(rows)])
+    """Returns log-probabilities of rows that a cache reads in stretches of any length, and those of whole rows."""
+    model = tiny(precision)
+    rows = sentences()
+    of_whole_rows = logprobs(model, rows, precision)
+    cache = KVCache.of(model, len(rows))
+    hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]
+    cached_lengths = [0] * len(rows)
+    single = [1] * len(rows)
+    stretches = [[40, 25, 61, 5], single, single, single, [30, 41, 1, 17], single, single, single]
+    stretches.append([len(row) - sum(counts[i] for counts in stretches) for i, row in enumerate(rows)])
     with precision.autocast():
         for counts in stretches:
-            parts = [row[start : start + n] for row, start, n in zip(rows, done, counts)]
-            for own, hidden in zip(states, _read(model, cache, parts)):
-                own.append(hidden)
-            done = [start + n for start, n in zip(done, counts)]
-        pieces = torch.cat([predicted(model.logits(torch.cat(own)), row) for own, row in zip(states, rows)])
-    return pieces, whole
+            parts = [row[start : start + n] for row, start, n in zip(rows, cached_lengths, counts)]
+            for hidden_of_row, hidden in zip(hidden_of_rows, _read(model, cache, parts)):
+                hidden_of_row.append(hidden)
+            cached_lengths = [start + n for start, n in zip(cached_lengths, counts)]
+        of_pieces = [
+            predicted(model.logits(torch.cat(hidden_of_row)), row) for hidden_of_row, row in zip(hidden_of_rows, rows)
+        ]
+    return torch.cat(of_pieces), of_whole_rows
 
 
 def _read(model: CausalLM, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
-    """Hidden states of what the rows of a cache are given: one token each by a decoding step, else by a prefill."""
+    """Returns hidden states of a cache's new tokens: of one for each row by a decoding step, else by a prefill."""
     if all(len(part) == 1 for part in parts):
-        return list(model(torch.tensor(parts, device=cache.device), cache.decode(len(parts))))
+        tokens = torch.tensor(parts, device=cache.device)
+        return list(model(tokens, cache.decode(len(parts))))
     prefill = Prefill(cache, list(enumerate(parts)))
-    return list(model(prefill.tokens, prefill)[0].split([len(part) for part in parts]))
+    hidden = model(prefill.tokens, prefill)[0]
+    return list(hidden.split([len(part) for part in parts]))
 
 
 # Rows of each step: 3 rows fill a bucket of 4, and the longest row passes into a second block.
@@ -111,121 +129,152 @@ COSINES = {torch.float32: 0.99999}  # the least that is allowed; in other dtypes
 
 
 def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
-    """Decoding by CUDA graphs against the model itself, in buckets of several sizes; in fp32, and as the run is.
+    """Compares decoding by CUDA graphs with the model itself, in buckets of several sizes, in fp32 and as the run is.
 
     `capture` is a test's stand-in.
     """
     if precision.device.type != "cuda" and capture is None:
         return skipped("for CUDA only")
-    parts, figures, sound = [], {}, True
-    for p in {p.dtype: p for p in (Precision(torch.float32, precision.device), precision)}.values():
-        cosine, pool = _captured(p, capture)
-        bound = COSINES.get(p.dtype, LEAST_COSINE)
+    parts = []
+    figures = {}
+    sound = True
+    precisions = {p.dtype: p for p in _exact_and_own(precision)}
+    for dtype, p in precisions.items():
+        name = dtype_name(dtype)
+        cosine, pools = _captured(p, capture)
+        bound = COSINES.get(dtype, LEAST_COSINE)
         sound &= cosine >= bound
-        parts.append(f"{cosine:.6f} in {dtype_name(p.dtype)} ({bound} allowed)")
-        figures |= {f"least_cosine_{dtype_name(p.dtype)}": cosine, "graph_pools_mib": pool}
+        parts.append(f"{cosine:.6f} in {name} ({bound} allowed)")
+        figures[f"least_cosine_{name}"] = cosine
+        figures["graph_pools_mib"] = pools
     remedy = "Decoding without graphs is only slower. Please report it with doctor.json."
     return judged(sound, f"{len(BUCKETS)} graphs; lowest cosine of states {', '.join(parts)}", remedy, **figures)
 
 
 @torch.no_grad()
 def _captured(precision: Precision, capture: Callable | None) -> tuple[float, float]:
-    """The least cosine between hidden states of graphs and of the model, and MiB of the graphs' pools.
+    """Returns the least cosine between hidden states of graphs and of the model, and MiB of the graphs' pools.
 
     The cosine is -1 if graphs were given up, or were not those of BUCKETS.
     """
-    model, (row, *_) = tiny(precision, adapted=True), sentences()
-    caches = [KVCache.of(model, 6) for _ in range(2)]
+    model = tiny(precision, adapted=True)
+    row = sentences()[0]
+    plain_cache = KVCache.of(model, 6)
+    graph_cache = KVCache.of(model, 6)
     with precision.autocast():
-        for cache in caches:
+        for cache in (plain_cache, graph_cache):
             _read(model, cache, [row[:n] for n in (5, 40, BLOCK - 3, 17, 2, 9)])
-        plain, captured = Decoder(model, caches[0]), GraphDecoder(model, caches[1], 2 * BLOCK, capture)
+        plain = Decoder(model, plain_cache)
+        by_graphs = GraphDecoder(model, graph_cache, 2 * BLOCK, capture)
         cosines = []
         for step, n in enumerate(STEPS):
             tokens = row[step : step + n]
-            cosines += F.cosine_similarity(captured(tokens).float(), plain(tokens).float(), dim=-1).tolist()
-    works = captured.works and list(captured.graphs) == BUCKETS
-    return (-largest(-cosine for cosine in cosines) if works else -1.0), _pools_mib()
+            hidden = by_graphs(tokens).float()
+            expected = plain(tokens).float()
+            cosines += F.cosine_similarity(hidden, expected, dim=-1).tolist()
+    if not by_graphs.works or list(by_graphs.graphs) != BUCKETS:
+        return -1.0, _pools_mib()
+    return -largest(-cosine for cosine in cosines), _pools_mib()
 
 
 def _pools_mib() -> float:
-    """MiB of the memory pools of all graphs that exist now; 0 if PyTorch's allocator says nothing."""
+    """Returns MiB of the memory pools of all graphs that exist; 0 if PyTorch's allocator says nothing."""
     if not torch.cuda.is_available() or not torch.cuda.memory_reserved():
         return 0.0
-    pieces = torch.cuda.memory_snapshot()
-    return sum(piece["total_size"] for piece in pieces if tuple(piece["segment_pool_id"]) != (0, 0)) / 2**20
+    of_graphs = [piece for piece in torch.cuda.memory_snapshot() if tuple(piece["segment_pool_id"]) != (0, 0)]
+    return sum(piece["total_size"] for piece in of_graphs) / 2**20
 
 
 def sampler(precision: Precision) -> Finding:
-    """The log-probabilities that the rollout engine records against those that the trainer recomputes; as above."""
-    return closeness({p.dtype: _sampled(p) for p in (Precision(torch.float32, precision.device), precision)})
+    """Compares the log-probabilities that the rollout engine records with those that the trainer recomputes."""
+    return closeness({p.dtype: _sampled(p) for p in _exact_and_own(precision)})
 
 
 def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens of a few episodes, as they were recorded and as they are recomputed."""
+    """Returns log-probabilities of the tokens of a few episodes, as they were recorded and as they are recomputed."""
     model = tiny(precision, adapted=True)
     lengths = LengthSettings(max_hops=2, max_new_tokens=24, max_length=512, max_document_tokens=64)
     prompts = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
     layout = Layout(Tokenizer.load(resolve_folder("tiny")), build_protocol(prompts), lengths)
     engine = Engine(model, layout, Sampler(1.0), Grant(Memory()), autocast=precision.autocast)
-    found = engine.run(questions(8), list("abcdefgh"), lambda asked: [list(q.gold) for q, _ in asked])
-    batch = Batch.of([Rollout(s, [], 0) for s in found])
+
+    def retrieve(queries: list[tuple[Question, str]]) -> list[list[Document]]:
+        return [list(question.gold) for question, _ in queries]
+
+    sequences = engine.run(questions(8), list("abcdefgh"), retrieve)
+    batch = Batch.of([Rollout(sequence, [], 0) for sequence in sequences])
     with torch.no_grad(), precision.autocast():
-        trainers = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
-    return batch.logprobs[batch.action_mask], trainers
+        recomputed = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
+    return batch.logprobs[batch.action_mask], recomputed
 
 
 def nf4_weights(precision: Precision) -> Finding:
-    """NF4 on the device against the CPU, both against the format's definition, and a product against a dense one."""
+    """Compares NF4 on the device with the CPU, both with the format's definition, and a product with a dense one."""
     generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(512, 256, generator=generator), torch.randn(16, 256, generator=generator)
-    here = nf4.quantize(weight)
-    there = nf4.quantize(weight.to(precision.device))
-    other = float((here.codes != there.codes.cpu()).float().mean())
-    moved = nf4.Nf4Weight(*(tensor.to(precision.device) for tensor in vars(here).values()))
-    by_hand = _dequantized_by_hand(here)
-    off = float((nf4.dequantize([moved], torch.float32).cpu() - by_hand).abs().max())
+    weight = torch.randn(512, 256, generator=generator)
+    x = torch.randn(16, 256, generator=generator)
+    on_cpu = nf4.quantize(weight)
+    on_device = nf4.quantize(weight.to(precision.device))
+    codes_differ = float((on_cpu.codes != on_device.codes.cpu()).float().mean())
+    moved = nf4.Nf4Weight(*(tensor.to(precision.device) for tensor in vars(on_cpu).values()))
+    by_hand = _dequantized_by_hand(on_cpu)
+    weights_off = float((nf4.dequantize([moved], torch.float32).cpu() - by_hand).abs().max())
     error = float((by_hand - weight).square().mean().sqrt())  # of weights whose standard deviation is 1
     layer = Nf4Linear(moved, None, precision.dtype)
-    product, exact = layer(x.to(precision.device, precision.dtype)).float().cpu(), x @ by_hand.t()
-    share = float((product - exact).abs().mean() / exact.abs().mean())
+    product = layer(x.to(precision.device, precision.dtype)).float().cpu()
+    exact = x @ by_hand.t()
+    product_off = float((product - exact).abs().mean() / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
-    message = f"{other:.1%} of codes differ from the CPU; weights off by {off:.1e}, product by {share:.1e}"
-    message += f", {bound:g} allowed"
-    sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= NF4_ERROR
-    return judged(sound, message, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
+    message = f"{codes_differ:.1%} of codes differ from the CPU; weights off by {weights_off:.1e}, "
+    message += f"product by {product_off:.1e}, {bound:g} allowed"
+    return judged(
+        codes_differ <= 1e-3 and weights_off <= 1e-5 and product_off <= bound and error <= NF4_ERROR,
+        message,
+        codes_differ=codes_differ,
+        dequantized_off=weights_off,
+        product_off=product_off,
+        quantization_error=error,
+    )
 
 
 def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
-    """The weight [out, in] in fp32 by the definition of the format, on the CPU, in none of the ways of `nf4`."""
+    """Returns the weight [out, in] in fp32 by the format's definition, on the CPU, in none of the ways of `nf4`."""
     codes = torch.stack((weight.codes >> 4, weight.codes & 15), dim=-1).view(-1, nf4.BLOCK).long()
     absmax = weight.absmax.float() * weight.absmax_scale[:, None] + weight.absmax_mean[:, None]  # [groups, 256]
-    return (torch.tensor(nf4.POINTS)[codes] * absmax.view(-1)[: len(codes), None]).view(weight.shape)
+    points = torch.tensor(nf4.POINTS)[codes]  # [blocks, 64]
+    scales = absmax.view(-1)[: len(codes), None]
+    return (points * scales).view(weight.shape)
 
 
 def offload(precision: Precision) -> Finding:
-    """Tensors put into the host's memory and taken back, and a backward pass with its inputs there against without."""
+    """Checks tensors that are put into the host's memory and taken back, and a backward pass with its inputs there."""
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(1 << 16, generator=generator).to(precision.device, precision.dtype) for _ in range(6)]
-    host, on_card = Offload(precision.device), precision.device.type == "cuda"
-    for x in given:
+    tensors = [torch.randn(1 << 16, generator=generator).to(precision.device, precision.dtype) for _ in range(6)]
+    host = Offload(precision.device)
+    for x in tensors:
         host.put(x)
-    back = [host.take() for _ in given][::-1]
-    if not all(torch.equal(x, y) for x, y in zip(given, back, strict=True)):
+    returned = [host.take() for _ in tensors][::-1]
+    if not all(torch.equal(x, y) for x, y in zip(tensors, returned, strict=True)):
         return judged(False, "tensors changed on their way to the host's memory and back")
-    with_host, without = (_gradients(precision, offloaded) for offloaded in (True, False))
+    with_host = _gradients(precision, offloaded=True)
+    without = _gradients(precision, offloaded=False)
     share = float((with_host - without).abs().max() / without.abs().max())
     bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
     message = f"tensors unchanged; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
-    message += "; slower, as memory cannot be pinned here" if on_card and not host.pinned else ""
+    if precision.device.type == "cuda" and not host.pinned:
+        message += "; slower, as memory cannot be pinned here"
     return judged(share <= bound, message, gradient_difference=share)
 
 
 def _gradients(precision: Precision, offloaded: bool) -> Tensor:
-    """An adapter's gradients, end to end on the host, of the cross-entropy of `sentences`; all layers recomputed."""
-    model, rows = tiny(precision, adapted=True), [row[:48] for row in sentences()]
-    layers = model.config.num_hidden_layers
-    activation_checkpointing.enable(model, Grant(Memory(recompute_layers=layers, mlp_tile=64, offload=offloaded)))
+    """Returns an adapter's gradients, end to end on the host, of the cross-entropy of `sentences`.
+
+    All layers are recomputed.
+    """
+    model = tiny(precision, adapted=True)
+    rows = [row[:48] for row in sentences()]
+    memory = Memory(recompute_layers=model.config.num_hidden_layers, mlp_tile=64, offload=offloaded)
+    activation_checkpointing.enable(model, Grant(memory))
     with precision.autocast():
         hidden, targets = states_before(model, rows, [[True] * len(row) for row in rows])
         loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)

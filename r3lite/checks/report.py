@@ -29,37 +29,47 @@ MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
 
 @dataclass
-class Report:
-    """The findings, printed as they are made, and kept for the file without what names the user."""
+class CheckLog:
+    """The findings of checks, printed as they are made, and held for the file without what names the user."""
 
     hide: Callable[[str], str]
     checks: list[dict] = field(default_factory=list)
 
     def make(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
-        """Makes a check and prints what it found. One that raises has failed, and the others go on."""
-        terminal, said, start, where = sys.stdout.isatty(), io.StringIO(), time.perf_counter(), []
-        if terminal:
+        """Makes a check, prints its finding and returns it. One that raises has failed, and the others go on."""
+        on_terminal = sys.stdout.isatty()
+        printed = io.StringIO()
+        start = time.perf_counter()
+        raised_at: list[str] = []
+        if on_terminal:
             print(f"   {name} ...", end="\r", flush=True)
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                found = check(*arguments)
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                finding = check(*arguments)
         except Exception as error:  # of any kind: this is what a check may find
-            found, where = Finding("failed", *message_of(error)), frames(error)
-        warnings = [line for line in said.getvalue().splitlines() if line.startswith(("warning:", "r3lite."))]
-        entry = {"name": name, "state": found.state, "told": self.hide(found.message)}
-        entry |= {"remedy": self.hide(found.remedy)} if found.remedy else {}
-        entry |= {"warnings": list(dict.fromkeys(map(self.hide, warnings)))} if warnings else {}
-        entry |= {"where": where} if where else {}
-        entry |= {"seconds": round(time.perf_counter() - start, 2)}
-        self.checks.append(entry | {"measured": {k: plain(v) for k, v in found.measured.items()}})
-        print(" " * (len(name) + 7) + "\r" if terminal else "", end="")
-        print_line(f"{MARKS[found.state]} {name:<19}", entry["told"])
+            finding = Finding("failed", *message_of(error))
+            raised_at = frames(error)
+        warnings = [line for line in printed.getvalue().splitlines() if line.startswith(("warning:", "r3lite."))]
+        entry: dict = {"name": name, "state": finding.state, "told": self.hide(finding.message)}
+        if finding.remedy:
+            entry["remedy"] = self.hide(finding.remedy)
+        if warnings:
+            entry["warnings"] = list(dict.fromkeys(map(self.hide, warnings)))
+        if raised_at:
+            entry["where"] = raised_at
+        entry["seconds"] = round(time.perf_counter() - start, 2)
+        entry["measured"] = {figure: plain(value) for figure, value in finding.measured.items()}
+        self.checks.append(entry)
+        if on_terminal:
+            print(" " * (len(name) + 7) + "\r", end="")
+        print_line(f"{MARKS[finding.state]} {name:<19}", entry["told"])
         for line in (entry.get("remedy", ""), *entry.get("warnings", [])):
             print_line("", line)
-        return found
+        return finding
 
     @property
     def failed(self) -> list[str]:
+        """The names of the checks that failed."""
         return [entry["name"] for entry in self.checks if entry["state"] == "failed"]
 
     @property
@@ -70,22 +80,26 @@ class Report:
 
 def print_line(head: str, text: str) -> None:
     """Prints a text beside its head, in as many lines as it takes; an empty one not at all."""
-    for i, line in enumerate(textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)):
-        print(f"{'' if i else head:<22} {line}", flush=True)
+    for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False):
+        print(f"{head:<22} {line}", flush=True)
+        head = ""
 
 
 def message_of(error: Exception) -> tuple[str, str]:
-    """What an error says in a line, and what to do about it."""
+    """Returns what an error says in a line, and what to do about it."""
     if isinstance(error, R3LiteError):
         return error.cause, error.remedy or REPORT
-    first = (str(error).strip() or "no message").splitlines()[0]
-    out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    return f"{type(error).__name__}: {first}", "Close other programs that use the GPU." if out_of_memory else REPORT
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    remedy = REPORT
+    if isinstance(error, torch.OutOfMemoryError):
+        remedy = "Close other programs that use the GPU."
+    return f"{type(error).__name__}: {first_line}", remedy
 
 
 def frames(error: Exception) -> list[str]:
-    """Where an error was raised, outermost first: file, line and function, and no folder above the packages."""
-    found, package = [], Path(r3lite.__file__).parent
+    """Returns where an error was raised, outermost first: file, line and function, without folders above packages."""
+    places = []
+    package = Path(r3lite.__file__).parent
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
         if path.is_relative_to(package):
@@ -94,22 +108,22 @@ def frames(error: Exception) -> list[str]:
             place = "/".join(path.parts[path.parts.index("site-packages") + 1 :])
         else:
             place = "elsewhere"
-        found.append(f"{place}:{frame.lineno} {frame.name}")
-    return found
+        places.append(f"{place}:{frame.lineno} {frame.name}")
+    return places
 
 
 def plain(value: float) -> float | None:
-    """A figure as JSON has it: not more digits than were measured, and nothing for what is not a number."""
+    """Returns a figure as JSON has it: not more digits than were measured, and None for what is not a number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
-    """A function that takes paths out of a text, and the names of the user and of the machine."""
-    known = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)  # the longest first
+    """Returns a function that takes paths out of a text, and the names of the user and of the machine."""
+    longest_first = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)
     words = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names if name]
 
     def hide(text: str) -> str:
-        for folder in known:
+        for folder in longest_first:
             text = text.replace(folder, "/folder")
         text = PATH.sub("<path>", text)
         for word in words:
@@ -120,7 +134,7 @@ def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
 
 
 def users_own() -> Callable[[str], str]:
-    """A `hider` of this process's folders and of its user."""
+    """Returns a `hider` of this process's folders and of its user."""
     package = str(Path(r3lite.__file__).parent)
     folders = [os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), sys.prefix, package]
     try:

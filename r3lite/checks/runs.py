@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -38,17 +39,20 @@ TOKENS = {False: 1500, True: 3500}  # of the rows whose memory is measured: else
 SPARE = 64 * MIB  # of the budget on a card: beside so small a run the pieces that the allocator takes are large
 
 
-def sft_flags(folder: Path, precision: Precision, *more: str) -> list[str]:
-    """Flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
-    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", dtype_name(precision.dtype)]
+def sft_flags(folder: Path, precision: Precision, *further: str) -> list[str]:
+    """Returns flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
+    flags = ["--preset", "tiny"]
+    flags += ["--device", precision.device.type]
+    flags += ["--dtype", dtype_name(precision.dtype)]
     flags += ["--quantize", "none"]
-    flags += ["--data", str(folder / "rows.jsonl"), "--validation-rows", "0", "--warmup", "0", "--save-every", "0"]
-    return [*flags, *more]
+    flags += ["--data", str(folder / "rows.jsonl")]
+    flags += ["--validation-rows", "0", "--warmup", "0", "--save-every", "0"]
+    return [*flags, *further]
 
 
 @contextlib.contextmanager
 def place(precision: Precision) -> Iterator[Path]:
-    """A temporary folder with a few short rows to train on."""
+    """Yields a temporary folder with a few short rows to train on."""
     rows = [conversation(q.text, f"The answer is {q.answers[0]}.") for q in questions(16)]
     with tempfile.TemporaryDirectory(prefix="r3lite-doctor-") as name, whole_card(precision.device):
         write_jsonl(Path(name) / "rows.jsonl", rows)
@@ -56,70 +60,80 @@ def place(precision: Precision) -> Iterator[Path]:
 
 
 def train(output: Path, flags: list[str]) -> list[dict]:
-    """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
+    """Runs the command and returns the records of its steps.
+
+    What it printed before it failed is in the check's output.
+    """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
     check_status(sft([*flags, "--output", str(output)]), "the run failed")
     return metrics.read(output / metrics.FILE)
 
 
 def training(precision: Precision) -> Finding:
-    """A few steps of SFT in a dtype on the device against the same steps on the CPU in fp32."""
+    """Compares a few steps of SFT in a dtype on the device with the same steps on the CPU in fp32."""
     if precision.device.type == "cpu" and precision.dtype == torch.float32:
         return skipped("the CPU in fp32 is the reference")
     steps = ["--max-steps", str(STEPS), "--batch-size", "4", "--learning-rate", "2e-3"]
     with place(precision) as folder:
-        exact = train(folder / "cpu", sft_flags(folder, Precision(torch.float32, CPU), *steps))
-        found = train(folder / "device", sft_flags(folder, precision, *steps))
-    losses = [record["loss"] if record["loss"] is not None else float("nan") for record in found]
-    off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
-    skips = found[-1].get("skipped_steps", 0)
+        exact = Precision(torch.float32, CPU)
+        reference = train(folder / "cpu", sft_flags(folder, exact, *steps))
+        records = train(folder / "device", sft_flags(folder, precision, *steps))
+    losses = [float("nan") if record["loss"] is None else record["loss"] for record in records]
+    off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, reference, strict=True))
+    skips = records[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
     message = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
-    message += f"; {skips} steps skipped" if skips else ""
+    if skips:
+        message += f"; {skips} steps skipped"
     return judged(off <= bound, message, loss_off=off, skipped_steps=skips)
 
 
 def training_in_fp16(precision: Precision) -> Finding:
-    """`training` in fp16, whatever the run's dtype is: what cards before Ampere train in."""
+    """Makes the check `training` in fp16, whatever the run's dtype is: what cards before Ampere train in."""
     if precision.dtype == torch.float16:
         return skipped("same as the check above")
     return training(Precision(torch.float16, precision.device))
 
 
 def memory(precision: Precision) -> Finding:
-    """The peak of a short run of long rows against its plan, under a budget that is enforced on a card."""
+    """Compares the peak of a short run of long rows with its plan, under a budget that is enforced on a card."""
     on_card = precision.device.type == "cuda"
     if precision.device.type == "cpu" and precision.dtype == torch.float16:
         precision = Precision(torch.bfloat16, CPU)  # the same sizes; a CPU's products in fp16 take minutes
     with place(precision) as folder:
         write_jsonl(folder / "rows.jsonl", [long_row(start, TOKENS[on_card]) for start in (0, 400)])
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
-        wanted, _ = _run(flags, steps=0)
-        budget = wanted.peak - 0.3 * wanted.allocated + on_card * SPARE  # too little to keep all activations
-        counted, counter = on_card and torch.cuda.max_memory_allocated() > 0, LiveTensors()
-        left = _left_on_card() if on_card else 0
-        with contextlib.nullcontext() if counted else counter:  # PyTorch's allocator counts itself, if it is a real one
-            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], left=left)
-    planned, peak = plan.allocated, counter.peak
+        unlimited, _ = _run(flags, steps=0)
+        budget = unlimited.peak - 0.3 * unlimited.allocated  # too little to keep all activations
+        if on_card:
+            budget += SPARE
+        # PyTorch's allocator counts itself, if it is a real one.
+        counts_itself = on_card and torch.cuda.max_memory_allocated() > 0
+        counter = LiveTensors()
+        occupied = _occupied_card() if on_card else 0
+        with contextlib.nullcontext() if counts_itself else counter:
+            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], occupied=occupied)
+    planned = plan.allocated
+    peak = counter.peak
     figures = {"budget_mib": plan.budget / MIB}
-    if counted:
-        peak = torch.cuda.max_memory_allocated() - left
+    if counts_itself:
+        peak = torch.cuda.max_memory_allocated() - occupied
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
     elif on_card:  # no one counts the workspaces there
         planned -= THREADS * plan.workload.beside.workspace
     if used != plan.memory:
-        what = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"
-        return judged(False, what, "Close other programs that use the GPU; else report it with doctor.json.")
+        message = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"
+        return judged(False, message, "Close other programs that use the GPU; else report it with doctor.json.")
     off = peak / planned - 1
     figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
-    what = f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed)"
-    what += f", {plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
+    message = f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed)"
+    message += f", {plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
     remedy = "Plans are off by as much here: pass a lower --vram-budget, and report it with doctor.json."
-    return judged(abs(off) <= PLAN_BOUND, what, remedy, **figures)
+    return judged(abs(off) <= PLAN_BOUND, message, remedy, **figures)
 
 
-def _left_on_card() -> int:
-    """Drops what earlier checks left on the card, such as workspaces of cuBLAS; the bytes of what stays."""
+def _occupied_card() -> int:
+    """Drops what earlier checks keep on the card, such as workspaces of cuBLAS, and returns the bytes that stay."""
     gc.collect()
     getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
     torch.cuda.empty_cache()
@@ -127,53 +141,68 @@ def _left_on_card() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _run(flags: list[str], steps: int = 2, left: int = 0) -> tuple[Plan, Memory]:
-    """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with.
+def _run(flags: list[str], steps: int = 2, occupied: int = 0) -> tuple[Plan, Memory]:
+    """Takes the first steps of an SFT, saves nothing, and returns its plan and the figures that it has worked with.
 
-    Its plan has no room for the `left` bytes that are on the card, too: only the limit that is enforced has."""
+    The plan does not count the `occupied` bytes that are on the card already: only the limit that is enforced does.
+    """
     config = resolve("sft", SftConfig(), flags)
     trainer = supervised.build_trainer(config, *read_data(config))
-    plan, device = trainer.policy.grant.plan, trainer.policy.precision.device
-    enforce(dataclasses.replace(plan, budget=plan.budget + left), device)
+    plan = trainer.policy.grant.plan
+    limit = dataclasses.replace(plan, budget=plan.budget + occupied)
+    enforce(limit, trainer.policy.precision.device)
     for number in range(1, steps + 1):
         trainer.step(number)
     return plan, trainer.policy.grant.memory
 
 
-def conversation(asked: str, answered: str) -> dict:
-    """A row to train on."""
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+def conversation(question: str, answer: str) -> dict:
+    """Returns a row to train on."""
+    user = {"role": "user", "content": question}
+    assistant = {"role": "assistant", "content": answer}
+    return {"messages": [user, assistant]}
 
 
 def long_row(start: int, tokens: int) -> dict:
-    """A row whose answer is about `tokens` tokens of the sample world, from the token `start` on."""
-    words = [token for row in sentences(30) for token in row][start : start + tokens]
-    assert len(words) == tokens
-    return conversation("What is in the encyclopedia?", Tokenizer.load(resolve_folder("tiny")).decode(words))
+    """Returns a row whose answer is about `tokens` tokens of the sample world, from the token `start` on."""
+    all_tokens = list(chain.from_iterable(sentences(30)))
+    chosen_tokens = all_tokens[start : start + tokens]
+    assert len(chosen_tokens) == tokens
+    text = Tokenizer.load(resolve_folder("tiny")).decode(chosen_tokens)
+    return conversation("What is in the encyclopedia?", text)
 
 
 def resume(precision: Precision) -> Finding:
-    """A run that is left after two of four steps and resumed, against one that is not: equal to the bit."""
+    """Compares a run that is stopped after two of four steps and resumed with one that is not: equal to the bit."""
     with place(precision) as folder:
         flags = sft_flags(folder, precision, "--max-steps", "4", "--batch-size", "4", "--lora-dropout", "0.1")
-        whole = train(folder / "whole", flags)
+        unbroken = train(folder / "whole", flags)
         train(folder / "parted", [*flags, "--stop-after", "2"])
-        parted = train(folder / "parted", [*flags, "--resume", "auto"])
-        if _same(folder / "whole", folder / "parted") and _repeatable(whole) == _repeatable(parted):
+        resumed = train(folder / "parted", [*flags, "--resume", "auto"])
+        if _same(folder / "whole", folder / "parted") and _repeatable(unbroken) == _repeatable(resumed):
             return judged(True, "weights, optimizer, random streams and metrics are equal to the bit")
-        again = train(folder / "again", flags)
-        sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
-    off, noise = (largest(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
-    if not sound and off <= 10 * noise:
+        repeated = train(folder / "again", flags)
+        repeats = _same(folder / "whole", folder / "again") and _repeatable(unbroken) == _repeatable(repeated)
+    off = _largest_difference(unbroken, resumed)
+    noise = _largest_difference(unbroken, repeated)
+    if not repeats and off <= 10 * noise:
         differ = f"losses of two equal runs differ by {noise:.2g}, of a resumed run by {off:.2g}"
         return skipped(f"this device does not repeat runs exactly: {differ}")
     return judged(False, f"losses of the resumed run differ by {off:.2g}, of equal runs by {noise:.2g}", loss_off=off)
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether the last checkpoints of two runs hold the same tensors, to the bit."""
-    names = [f"checkpoint-4/{name}.safetensors" for name in ("weights", "optimizer", "random")]
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+def _largest_difference(records_a: list[dict], records_b: list[dict]) -> float:
+    """Returns the largest difference between the losses of two runs."""
+    return largest(abs(a["loss"] - b["loss"]) for a, b in zip(records_a, records_b))
+
+
+def _same(run_a: Path, run_b: Path) -> bool:
+    """Returns whether the last checkpoints of two runs hold the same tensors, to the bit."""
+    for name in ("weights", "optimizer", "random"):
+        file = f"checkpoint-4/{name}.safetensors"
+        if (run_a / file).read_bytes() != (run_b / file).read_bytes():
+            return False
+    return True
 
 
 def _repeatable(records: list[dict]) -> str:

@@ -18,54 +18,62 @@ CPU = torch.device("cpu")
 
 
 def tiny(precision: Precision, adapted: bool = False) -> CausalLM:
-    """The shipped model in a precision and on its device; if `adapted`, with an adapter on that changes its output."""
+    """Returns the shipped model in a precision; if `adapted`, with an adapter that changes its output."""
     model = load_model(resolve_folder("tiny"), precision.dtype, precision.device)
     if adapted:
         lora.add_adapter(model, "policy", r=4, alpha=8)
         lora.set_adapter(model, "policy")
         generator = torch.Generator().manual_seed(1)
+        parameters = lora.adapter_parameters(model, "policy")
         with torch.no_grad():
-            for name, parameter in lora.adapter_parameters(model, "policy").items():
+            for name, parameter in parameters.items():
                 if "lora_B" in name:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return model
 
 
 def questions(count: int) -> list[Question]:
-    """The first questions of the sample world that training does not see."""
+    """Returns the first questions of the sample world that training does not see."""
     return read_questions(shipped("data", "world", "test.jsonl"), count)
 
 
 def sentences(count: int = 4) -> list[list[int]]:
-    """Tokens of what the sample world says around as many questions, 125 to 191 a row."""
+    """Returns tokens of what the sample world says around as many questions, 125 to 191 a row."""
     tokenizer = Tokenizer.load(resolve_folder("tiny"))
-    texts = (" ".join([*(document.text for document in q.documents), q.text, *q.answers]) for q in questions(count))
-    return [tokenizer.encode(text) for text in texts]
+    rows = []
+    for question in questions(count):
+        documents = [document.text for document in question.documents]
+        text = " ".join([*documents, question.text, *question.answers])
+        rows.append(tokenizer.encode(text))
+    return rows
 
 
 def padded(rows: list[list[int]], device: torch.device) -> Tensor:
-    """Rows [B, T] on a device, padded on the right."""
+    """Returns rows [B, T] on a device, padded on the right."""
     longest = max(map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    padded_rows = [row + [0] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded_rows, device=device)
 
 
 def predicted(logits: Tensor, row: list[int]) -> Tensor:
-    """Log-probabilities [n - 1] on the host of the tokens of a row of n after its first, from its logits [>= n, V]."""
+    """Returns log-probabilities [n - 1] on the host of a row's tokens after its first, from its logits [>= n, V]."""
     targets = torch.tensor(row[1:], device=logits.device)[:, None]
-    return logits[: len(row) - 1].float().log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+    logprobs_of_all = logits[: len(row) - 1].float().log_softmax(-1)
+    return logprobs_of_all.gather(-1, targets)[:, 0].cpu()
 
 
 @torch.no_grad()
 def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Tensor:
-    """Log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
+    """Returns log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
     with precision.autocast():
         logits = model.logits(model(padded(rows, precision.device)))
-    return torch.cat([predicted(own, row) for own, row in zip(logits, rows, strict=True)])
+    of_rows = [predicted(logits_of_row, row) for logits_of_row, row in zip(logits, rows, strict=True)]
+    return torch.cat(of_rows)
 
 
 @contextlib.contextmanager
 def whole_card(device: torch.device):
-    """At the end of the `with` block the process may use all of the card again, whatever budget a run enforced."""
+    """Lets the process use all of the card again at the end of the `with` block, whatever budget a run enforced."""
     try:
         yield
     finally:

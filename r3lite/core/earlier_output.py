@@ -30,11 +30,8 @@ def changes(earlier: dict[str, Any], config: Any, free: Collection[str] = ()) ->
     fixed = earlier.keys() - free_settings(config) - set(free)  # every name: `default` has those of today
     if earlier.get("judge") == current.get("judge") == "none":
         fixed = {name for name in fixed if not name.startswith("judge_")}
-    return ", ".join(
-        f"{name} (was {earlier[name]}, is {current.get(name)})"
-        for name in sorted(fixed)
-        if earlier[name] != current.get(name)
-    )
+    changed = [name for name in sorted(fixed) if earlier[name] != current.get(name)]
+    return ", ".join(f"{name} (was {earlier[name]}, is {current.get(name)})" for name in changed)
 
 
 def _as_json(config: Any) -> dict[str, Any]:

@@ -228,7 +228,8 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
     flags = _parse_flags(command, default, argv)
     defaults = flat(default)
     from_file = FileSettings()
-    if path := flags.get("config"):
+    path = flags.get("config")
+    if path:
         allowed: Collection[str] = defaults
         if table not in (None, command):  # another command's table holds its own settings
             allowed = defaults.keys() | all_settings()
@@ -264,5 +265,6 @@ def _origins(by_preset: Any, config: Any, from_file: FileSettings, flags: dict[s
     origins = dict.fromkeys(from_file.shared, Origin.SHARED)
     origins |= dict.fromkeys(from_file.table, Origin.TABLE)
     origins |= dict.fromkeys(flags, Origin.FLAG)
-    before = flat(by_preset)
-    return {name: origins[name] for name, value in flat(config).items() if name in origins and value != before[name]}
+    preset_values = flat(by_preset)
+    changed = [name for name, value in flat(config).items() if value != preset_values[name]]
+    return {name: origins[name] for name in changed if name in origins}

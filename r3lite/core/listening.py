@@ -20,7 +20,7 @@ BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a server's connections may take, so that slow or many clients keep it from no other client."""
+    """Limits of a server's connections, so that slow or many clients keep it from no other client."""
 
     seconds: float = 30.0  # for a request to arrive, and again for its reply to be read ...
     bytes_per_second: int = 64 << 10  # ... and as much longer as a link of this speed needs

@@ -26,7 +26,7 @@ from r3lite.core.answer_match import normalize
 from r3lite.core.episode import Document, Hop, Question, Search, Step
 from r3lite.datasets.hops import name_of
 from r3lite.protocols.base import Protocol, one_line
-from r3lite.protocols.plan import Node, Plan
+from r3lite.protocols.plan import Node, SearchPlan
 
 MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 DATE = re.compile(
@@ -71,7 +71,7 @@ def queries(question: Question) -> list[str]:
     return filled
 
 
-def plan_of(question: Question) -> Plan:
+def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
     `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's, become `{A}`, unless the question
@@ -93,7 +93,7 @@ def plan_of(question: Question) -> Plan:
             if reference in query:
                 edges.append((earlier_name, name))
         nodes.append(Node(name, query))
-    return Plan(tuple(nodes), tuple(edges))
+    return SearchPlan(tuple(nodes), tuple(edges))
 
 
 def _node_name(number: int) -> str:

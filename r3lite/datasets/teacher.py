@@ -168,13 +168,13 @@ class Teacher:
 
 def _without_earlier(questions: list[Question], earlier: Earlier, tally: Tally) -> list[Question]:
     """Returns the questions that no earlier run has kept or rejected; counts the others."""
-    kept_ids = ids(earlier.kept)
+    accepted_ids = ids(earlier.accepted)
     rejected_ids = ids(earlier.rejected)
-    done = kept_ids | rejected_ids
+    done = accepted_ids | rejected_ids
     waiting = [question for question in questions if question.id not in done]
     if len(waiting) < len(questions):
-        tally.kept_earlier = sum(question.id in kept_ids for question in questions)
-        tally.extra["kept in earlier runs"] = tally.kept_earlier
+        tally.accepted_earlier = sum(question.id in accepted_ids for question in questions)
+        tally.extra["kept in earlier runs"] = tally.accepted_earlier
         tally.extra["rejected in earlier runs"] = sum(question.id in rejected_ids for question in questions)
     return waiting
 

@@ -20,7 +20,10 @@ LAUNCH = 5e-6
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a device does in a second; `source` is `MEASURED` or the address that the figures are from."""
+    """The figures of a device by which times are predicted.
+
+    `source` is `MEASURED` or the address that the figures are from.
+    """
 
     name: str  # as `device_name` gives it
     # Bytes of weights that products of one row read, by the dtype of the weights: a CPU reads fewer bytes of bf16.

@@ -11,12 +11,22 @@ from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
 FIRST_QUERY = "This writes the first query only; retrieving the documents is up to you."
-SHOWN = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
+SETTINGS = (
+    "data",
+    "algorithm",
+    "max_steps",
+    "learning_rate",
+    "lora_r",
+    "lora_alpha",
+    "batch_size",
+    "seed",
+    "max_length",
+)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says of an export."""
+    """The facts that a card tells of an export."""
 
     base: str
     on_hub: bool  # whether `base` is a hub id
@@ -31,38 +41,55 @@ class Facts:
 
 
 def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
-    """README.md of an export, with the header that the Hugging Face hub reads."""
-    adapter = f"The mean of {facts.averaged} LoRA adapters" if facts.averaged else "A LoRA adapter"
-    what = f"{adapter} merged into {facts.base}" if facts.merged else f"{adapter} of {facts.base}"
-    whole = "with all weights trained" if facts.trained else "not trained further"
-    what = what if facts.trained and not facts.run.get("no_lora") else f"The model {facts.base}, {whole}"
+    """Returns README.md of an export, with the header that the Hugging Face hub reads."""
     messages = opening(tokenizer, protocol, "{question}")
+    turns = [f"[{message['role']}]\n{message['content']}" for message in messages]
     parts = [
         _head(facts),
         f"# {facts.base}, {'trained with' if facts.trained else 'exported by'} r3lite",
-        f"{what}, weights in {facts.weights}. {'It answers' if facts.trained else 'The prompt asks it to answer'} "
+        f"{_subject(facts)}, weights in {facts.weights}. "
+        f"{'It answers' if facts.trained else 'The prompt asks it to answer'} "
         "questions in steps, each of which reasons and then asks a retriever or answers.",
         _run(facts.run, facts.averaged),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
-        "\n".join(["```text", *(f"[{said['role']}]\n{said['content']}" for said in messages), "```"]),
+        "\n".join(["```text", *turns, "```"]),
         "## Use",
         _use(facts, messages, tokenizer),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _subject(facts: Facts) -> str:
+    """Returns what was exported, in words."""
+    if not facts.trained:
+        return f"The model {facts.base}, not trained further"
+    if facts.run.get("no_lora"):
+        return f"The model {facts.base}, with all weights trained"
+    adapter = "A LoRA adapter"
+    if facts.averaged:
+        adapter = f"The mean of {facts.averaged} LoRA adapters"
+    return f"{adapter} merged into {facts.base}" if facts.merged else f"{adapter} of {facts.base}"
+
+
 def _head(facts: Facts) -> str:
     lines = ["---"]
     if facts.on_hub:  # the hub takes nothing else
         lines.append(f"base_model: {facts.base}")
-    library = "gguf" if facts.file else "transformers" if facts.merged else "peft"
-    lines += [f"library_name: {library}", *([f"license: {facts.license}"] if facts.license else [])]
-    return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
+    if facts.file:
+        library = "gguf"
+    else:
+        library = "transformers" if facts.merged else "peft"
+    lines.append(f"library_name: {library}")
+    if facts.license:
+        lines.append(f"license: {facts.license}")
+    lines.append("tags: [r3lite, multi-hop question answering, retrieval]")
+    lines.append("---")
+    return "\n".join(lines)
 
 
 def _run(run: Mapping[str, object], averaged: int) -> str:
-    names = [name for name in SHOWN if not (run.get("no_lora") and name.startswith("lora_"))]
+    names = [name for name in SETTINGS if not (run.get("no_lora") and name.startswith("lora_"))]
     values = {name: run[name] for name in names if run.get(name) not in (None, "none")}
     data = values.get("data")
     if isinstance(data, str) and "," not in data:  # a file: nobody is to learn the folders of this machine
@@ -74,12 +101,16 @@ def _run(run: Mapping[str, object], averaged: int) -> str:
 
 
 def _scores(scores: Mapping[str, dict]) -> str:
-    known = {name: scores[name] for name in SCORES if (scores.get(name) or {}).get("value") is not None}
-    if not known:
+    rows = []
+    for name, title in SCORES.items():
+        score = scores.get(name) or {}
+        if score.get("value") is not None:
+            rows.append(f"| {title} | {score['value']:.3f} | {score['low']:.3f} | {score['high']:.3f} |")
+    if not rows:
         return ""
     lines = [f"## Scores\n\nOn {scores['n']} questions, with 95 % intervals.\n"]
     lines += ["| score | value | from | to |", "|---|---|---|---|"]
-    lines += [f"| {SCORES[n]} | {e['value']:.3f} | {e['low']:.3f} | {e['high']:.3f} |" for n, e in known.items()]
+    lines += rows
     return "\n".join(lines)
 
 
@@ -98,8 +129,8 @@ def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> 
 
 
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
-    *before, last = messages
-    given = "".join(f"    {message!r},\n" for message in before)
+    *earlier, last = messages
+    earlier_lines = "".join(f"    {message!r},\n" for message in earlier)
     reader = "AutoTokenizer"
     read = "AutoModelForCausalLM.from_pretrained(folder)"
     source = "folder"
@@ -129,7 +160,7 @@ folder = "."  # this folder
 model = {read}
 prompt = {last["content"]!r}
 messages = [
-{given}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
+{earlier_lines}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
 ]
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{thinking}

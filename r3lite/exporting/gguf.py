@@ -60,29 +60,31 @@ def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name:
         _add_tensors(writer, model, lora.adapter_parameters(model, adapter), weights)
 
 
-def _name(ours: str) -> str:
-    """GGUF's name of a tensor of a checkpoint, or of a parameter of an adapter."""
-    if "lora_" not in ours:
-        return gguf_name(ours)
-    path, side, _ = ours.removeprefix("base_model.model.").rsplit(".", 2)
-    return f"{gguf_name(path)}.weight.{ENDINGS[side]}"
+def _name(path: str) -> str:
+    """Returns GGUF's name of a tensor of a checkpoint, or of a parameter of an adapter."""
+    if "lora_" not in path:
+        return gguf_name(path)
+    linear, side, _ = path.removeprefix("base_model.model.").rsplit(".", 2)
+    return f"{gguf_name(linear)}.weight.{ENDINGS[side]}"
 
 
 def _architecture(config: ModelConfig) -> str:
-    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+    if config.qkv_bias:
+        return "qwen2"
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def _heads(model: CausalLM, name: str) -> int:
-    """By how many heads the rows of a checkpoint's tensor are reordered in a file; 0: not at all. An adapter's B has
-    rows."""
+    """Returns by how many heads the rows of a checkpoint's tensor are reordered in a file; 0: not at all."""
+    if "lora_A" in name:  # its rows are not outputs, as those of B are
+        return 0
     config = model.config
-    heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
-    return 0 if "lora_A" in name else heads
+    return heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
 
 
 @contextlib.contextmanager
 def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
-    """What a GGUF file is added to, which is written at the end of the block."""
+    """Yields what a GGUF file is added to; the file is written at the end of the block."""
     folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
     temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,8 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if (architecture := _architecture(config)) != "qwen2":
+    architecture = _architecture(config)
+    if architecture != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture == "llama":
@@ -123,29 +126,36 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
 
 def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
     for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
-        kind = gguf.GGMLQuantizationType[TYPES[weights] if tensor.dim() == 2 else "F32"]
-        numbers, heads = tensor.detach().float().numpy(), _heads(model, name)
+        type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
+        kind = gguf.GGMLQuantizationType[type_name]
+        numbers = tensor.detach().float().numpy()
+        heads = _heads(model, name)
         if heads:
             numbers = numbers[np.argsort(row_order(len(numbers), heads))]
         writer.add_tensor(_name(name), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
+    """Adds the byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
-    model, split = record.record("model"), split_of(record)
+    model = record.record("model")
+    split = split_of(record)
     if model.text("type") != "BPE" or split is None:
         sentencepiece = model.flag("byte_fallback", False) or model.text("type") == "Unigram"
-        what = "the tokenizer is SentencePiece" if sentencepiece else "the tokenizer splits text in an unsupported way"
-        raise record.error(f"{what}; supported is byte-level BPE that llama.cpp calls {', '.join(SPLITS)}")
+        problem = "the tokenizer splits text in an unsupported way"
+        if sentencepiece:
+            problem = "the tokenizer is SentencePiece"
+        raise record.error(f"{problem}; supported is byte-level BPE that llama.cpp calls {', '.join(SPLITS)}")
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [gguf.TokenType.UNUSED] * rows
     for token, id in model.record("vocab").values.items():
-        tokens[id], types[id] = token, gguf.TokenType.NORMAL
+        tokens[id] = token
+        types[id] = gguf.TokenType.NORMAL
     for added in record.records("added_tokens"):
-        id, special = added.whole("id"), added.flag("special", False)
+        id = added.whole("id")
+        is_special = added.flag("special", False)
         tokens[id] = added.text("content")
-        types[id] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        types[id] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.items("merges")]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -155,13 +165,15 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
     for name, id in ids.items():
         getattr(writer, f"add_{name}_id")(id)
-    writer.add_add_bos_token("bos_token" in ids and tokenizer.first == tokens[ids["bos_token"]])
+    begins_with_bos = "bos_token" in ids and tokenizer.first == tokens[ids["bos_token"]]
+    writer.add_add_bos_token(begins_with_bos)
     writer.add_chat_template(trained_template(tokenizer))
 
 
 @torch.no_grad()
-def fill(model: CausalLM, found: Header, adapter: str | None = None) -> None:
+def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
     """Puts the weights of a file into a model of the same sizes, or into its adapter."""
     tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
     for name, tensor in tensors.items():
-        tensor.copy_(replace(found.tensors[_name(name)], heads=_heads(model, name))[:])
+        stored = replace(header.tensors[_name(name)], heads=_heads(model, name))
+        tensor.copy_(stored[:])

@@ -9,25 +9,29 @@ TOKEN = "HF_TOKEN"
 
 
 def token() -> str:
-    """The token of the hub, from the environment alone."""
-    if found := os.environ.get(TOKEN, "").strip():
-        return found
+    """Returns the token of the hub, from the environment alone."""
+    value = os.environ.get(TOKEN, "").strip()
+    if value:
+        return value
     remedy = f"Create one with write access at https://huggingface.co/settings/tokens, and export {TOKEN}=..."
     raise R3LiteError(f"uploading needs a token, but {TOKEN} is not set", remedy, code="hub-token-missing")
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What is uploaded of a folder: its own files, without hidden ones and links."""
-    return sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
+    """Returns what is uploaded of a folder: its own files, without hidden ones and links."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    return sorted(path for path in files if not path.name.startswith("."))
 
 
 def summary(folder: Path, repository: str, kind: str) -> str:
-    """What an upload would do."""
+    """Returns what an upload would do, in words."""
     files = files_of(folder)
     where = "a pull request to" if kind == "pull-request" else "the private repository"
     width = max(len(path.name) for path in files)
     lines = [f"upload      {folder} to {where} {repository}: {len(files)} files"]
-    lines += [f"  {path.name:<{width}}  {path.stat().st_size / (1 << 20):>9,.2f} MiB" for path in files]
+    for path in files:
+        mib = path.stat().st_size / (1 << 20)
+        lines.append(f"  {path.name:<{width}}  {mib:>9,.2f} MiB")
     return "\n".join(lines)
 
 
@@ -39,7 +43,8 @@ def push(folder: Path, repository: str, kind: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
 
-    api, as_request = HfApi(token=token()), kind == "pull-request"
+    api = HfApi(token=token())
+    as_request = kind == "pull-request"
     remedy = f"Check the name, the permissions of {TOKEN} and the connection, and run the same command again."
     with explained(
         (HTTPError, OSError, ValueError), f"the upload to {repository} failed", remedy, code="upload-failed"
@@ -47,8 +52,9 @@ def push(folder: Path, repository: str, kind: str) -> str:
         if not as_request:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
+                cause = f"{repository} is public; nothing was uploaded"
                 private = "Pass another repository, make it private, or pass --push-as pull-request."
-                raise R3LiteError(f"{repository} is public; nothing was uploaded", private, code="repository-public")
-        added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
-        done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
-    return done.pr_url if as_request else f"{api.endpoint}/{repository}"
+                raise R3LiteError(cause, private, code="repository-public")
+        additions = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
+        commit = api.create_commit(repository, additions, commit_message="Exported by r3lite", create_pr=as_request)
+    return commit.pr_url if as_request else f"{api.endpoint}/{repository}"

@@ -18,9 +18,10 @@ from r3lite.core.terminal import say
 T = TypeVar("T")
 
 
-def digest(asked: dict[str, Any]) -> str:
-    """A name for all that a reply depends on."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+def digest(circumstances: dict[str, Any]) -> str:
+    """Returns a name for all that a reply depends on."""
+    text = json.dumps(circumstances, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ReplyCache:
@@ -30,15 +31,25 @@ class ReplyCache:
     """
 
     def __init__(self, folder: Path | None, flag: str):
-        self.folder, self.flag = folder and folder.expanduser(), flag
+        self.folder = folder and folder.expanduser()
+        self.flag = flag
         self._lock = threading.Lock()
-        if folder and not next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists()).is_dir():
-            raise R3LiteError(f"{self.flag} {folder} is not a folder", f"Pass another {flag}.", code="not-a-folder")
+        if not self.folder:
+            return
+        candidates = (self.folder, *self.folder.absolute().parents)
+        existing = next(path for path in candidates if path.exists())
+        if not existing.is_dir():
+            raise R3LiteError(f"{flag} {folder} is not a folder", f"Pass another {flag}.", code="not-a-folder")
 
     def recall(self, key: str, read: Callable[[Record], T]) -> T | None:
-        """What `read` makes of the reply kept under a key; None if there is none, or, which is said on stderr, if its
-        file is damaged: `read` then raises InvalidRecord."""
-        if self.folder is None or not (path := self.folder / f"{key}.json").exists():
+        """Returns what `read` makes of the reply under a key; None if there is none.
+
+        It is None, too, with a warning, if the file is damaged: `read` then raises InvalidRecord.
+        """
+        if self.folder is None:
+            return None
+        path = self.folder / f"{key}.json"
+        if not path.exists():
             return None
         try:
             return read(read_record(path, ""))
@@ -50,7 +61,8 @@ class ReplyCache:
         """Keeps a reply; raises R3LiteError if the folder cannot be written."""
         if self.folder is None:
             return
-        cause, remedy = f"replies cannot be cached in {self.folder}", f"Free disk space, or pass {self.flag} FOLDER."
+        cause = f"replies cannot be cached in {self.folder}"
+        remedy = f"Free disk space, or pass {self.flag} FOLDER."
         # The lock: equal requests of two threads would share a temporary file.
         with explained(OSError, cause, remedy, code="cache-unusable"), self._lock:
             write_text(self.folder / f"{key}.json", json.dumps(reply, ensure_ascii=False) + "\n")

@@ -30,14 +30,15 @@ from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse,
 from r3lite.llm.transport import Calls, NoReply, redacted
 from r3lite.settings import JudgeSettings
 
-FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
+FIRST_BACKOFF = 1.0  # seconds; doubled at each try
+LONGEST_BACKOFF = 60.0
 LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
 # Failures after which the next try may succeed.
 PASSING = ("timeout", "connection", "rate_limited", "server")
 
 
 def make_service(settings: JudgeSettings) -> Service:
-    """The service that --judge names; without one, Gemini. Raises R3LiteError if it has no key."""
+    """Returns the service that --judge names; without one, Gemini. Raises R3LiteError if it has no key."""
     if settings.judge == "openai":
         from r3lite.llm.openai_compatible import OpenAIService
 
@@ -48,7 +49,7 @@ def make_service(settings: JudgeSettings) -> Service:
 
 
 class CachingClient(ABC):
-    """Replies in the order of the requests, from a cache, counted.
+    """Gives replies in the order of the requests, from a cache, and counts them.
 
     A subclass says how requests are asked (`_ask_all`), and what a reply depends on beside the request
     (`circumstances`).
@@ -60,20 +61,23 @@ class CachingClient(ABC):
 
     def __init__(self, settings: JudgeSettings, cache: Path | None, budget: Budget):
         """`cache` is the folder of cached replies."""
-        self.settings, self.budget = settings, budget
+        self.settings = settings
+        self.budget = budget
         self._cache = ReplyCache(cache, "--judge-cache")
-        self._counts, self._failures = Counter(), Counter()
+        self._counts: Counter = Counter()
+        self._failures: Counter = Counter()
         self._lock = threading.Lock()
 
     def generate_all(
         self, requests: list[Request], progress: str | None = None, on_reply: Callable[[Reply], None] | None = None
     ) -> list[Reply]:
-        """Replies in the order of the requests; equal requests are asked once.
+        """Returns replies in the order of the requests; equal requests are asked once.
 
         `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
         keys = [digest(request.parts | self.circumstances) for request in requests]
-        waiting, replies = dict(zip(keys, requests)), {}
+        waiting = dict(zip(keys, requests))
+        replies = {}
 
         def take(key: str, reply: Reply) -> None:
             replies[key] = reply
@@ -83,30 +87,36 @@ class CachingClient(ABC):
 
         with tqdm(total=len(waiting), unit="request", **bars.named(progress, "asking")) as bar:
             for key, request in list(waiting.items()):
-                if reply := self._cache.recall(key, partial(recalled, request=request)):
+                reply = self._cache.recall(key, partial(recalled, request=request))
+                if reply:
                     del waiting[key]
-                    take(key, self._kept(key, reply))
+                    take(key, self._count_and_store(key, reply))
             if waiting:
                 self._ask_all(waiting, take)
         return [replies[key] for key in keys]
 
     def counts(self) -> dict[str, float]:
-        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
+        """Returns this client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
 
         Without a price of the model there is no `cost`.
         """
         with self._lock:
-            counts = {"calls": self.budget.calls} | {name: self._counts[name] for name in self.counted}
-            counts |= {"cost": self.budget.cost} if self._prices else {}
+            counts: dict[str, float] = {"calls": self.budget.calls}
+            for name in self.counted:
+                counts[name] = self._counts[name]
+            if self._prices:
+                counts["cost"] = self.budget.cost
             counts["failures"] = self._failures.total()
-            return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
+            for kind, count in sorted(self._failures.items()):
+                counts[f"failures/{kind}"] = count
+            return counts
 
     @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
-        """Gives `take` the reply to each request, `_kept`, by the request's key, as soon as it is there."""
+        """Gives `take` the reply to each request, `_count_and_store`, by the request's key, as soon as it is there."""
 
-    def _kept(self, key: str, reply: Reply) -> Reply:
-        """The reply, counted and, unless it has failed, in the cache."""
+    def _count_and_store(self, key: str, reply: Reply) -> Reply:
+        """Counts a reply, stores it in the cache unless it has failed, and returns it."""
         if not (reply.failure or reply.cached):
             self._cache.store(key, {"text": reply.text})
         with self._lock:
@@ -135,18 +145,22 @@ class Client(CachingClient):
         self._sleep = sleep or self._calls.sleep
         self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
         self._jitter = random.Random()
-        self._ways = 0  # how often the way of asking has changed
+        self._changes = 0  # how often the way of asking has changed
 
     def generate(self, request: Request) -> Reply:
-        """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
+        """Returns one reply, if possible from the cache. Raises R3LiteError only for what would fail every request."""
         return self.generate_all([request])[0]
 
     @property
     def circumstances(self) -> dict:
-        """What a reply depends on beside the request."""
-        s = self.settings
-        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
-        return circumstances | {"temperature": s.judge_temperature} | self.service.circumstances
+        """All that a reply depends on beside the request."""
+        settings = {
+            "model": self.settings.judge_model,
+            "address": self.settings.judge_base_url,
+            "thinking": self.settings.judge_thinking,
+            "temperature": self.settings.judge_temperature,
+        }
+        return settings | self.service.circumstances
 
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Sends several of the requests at once."""
@@ -172,17 +186,20 @@ class Client(CachingClient):
     # Asking
 
     def _ask(self, key: str, request: Request) -> Reply:
-        """Tries until there is a reply, which is kept, a failure is final or the tries are used up."""
+        """Tries until there is a reply, which is stored, a failure is final or the tries are used up."""
         tries = 0
         while True:
-            ways = self._ways
-            reply, asked_to_wait = self._try(request)
-            if reply.failure == "refused" and self._has_another_way(reply.detail, ways):
+            changes = self._changes
+            reply, requested_wait = self._try(request)
+            if reply.failure == "refused" and self._has_another_way(reply.detail, changes):
                 continue
-            if reply.failure not in PASSING or tries >= self.settings.judge_retries or asked_to_wait > LONGEST_WAIT:
-                return self._kept(key, reply)
-            backoff = min(FIRST_BACKOFF * 2**tries, LONGEST_BACKOFF) * self._jitter.uniform(0.5, 1.5)
-            seconds = asked_to_wait + self._jitter.uniform(0, 0.5) if asked_to_wait else backoff
+            may_pass = reply.failure in PASSING and requested_wait <= LONGEST_WAIT
+            if not may_pass or tries >= self.settings.judge_retries:
+                return self._count_and_store(key, reply)
+            backoff = min(FIRST_BACKOFF * 2**tries, LONGEST_BACKOFF)
+            seconds = backoff * self._jitter.uniform(0.5, 1.5)
+            if requested_wait:
+                seconds = requested_wait + self._jitter.uniform(0, 0.5)
             if reply.failure == "rate_limited":
                 self.limiter.hold(seconds)
             self._sleep(seconds)
@@ -190,56 +207,69 @@ class Client(CachingClient):
             with self._lock:
                 self._counts["retries"] += 1
 
-    def _has_another_way(self, reason: str, ways: int) -> bool:
-        """Whether to ask again: the way of asking has changed since it had changed `ways` times, or changes now."""
+    def _has_another_way(self, reason: str, changes: int) -> bool:
+        """Returns whether to ask again: the way of asking changes, or has since it had changed `changes` times."""
         with self._lock:
-            if self._ways > ways:  # since another thread was refused
+            if self._changes > changes:  # since another thread was refused
                 return True
-            if (change := self.service.gives_way(reason)) is None:
+            change = self.service.gives_way(reason)
+            if change is None:
                 return False
-            self._ways += 1
+            self._changes += 1
         say(f"{self.settings.judge_model} {change}: {reason}")
         return True
 
     def _try(self, request: Request) -> tuple[Reply, float]:
-        """One request; its reply and the seconds that the server asks to wait."""
-        limit, prompt_tokens = request.max_output_tokens + self.service.room, estimated_tokens(*request.texts)
-        most = self._price(prompt_tokens, limit)
-        if cap := self.budget.reserve(most):
+        """Sends one request; returns its reply and the seconds that the server asks to wait."""
+        limit = request.max_output_tokens + self.service.room
+        prompt_tokens = estimated_tokens(*request.texts)
+        highest_cost = self._price(prompt_tokens, limit)
+        cap = self.budget.reserve(highest_cost)
+        if cap:
             return Reply(failure="capped", detail=cap), 0.0
-        cost = seconds = 0.0
+        cost = 0.0
+        seconds = 0.0
         try:
             self.limiter.wait()
-            cost = most  # unless it turns out to be less: a call that breaks off may be billed all the same
+            cost = highest_cost  # unless it turns out to be less: a call that breaks off may be billed all the same
             body = self._calls.run(lambda: self.service.send(request, limit))
             reply, cost = self._reply_to(request, body, prompt_tokens, limit)
         except NoReply as error:
-            cost = most if error.sent and not error.status else 0.0
-            kind, detail, seconds = self._refusal(error) if error.status else (error.kind, str(error), 0.0)
+            cost = highest_cost if error.sent and not error.status else 0.0
+            kind = error.kind
+            detail = str(error)
+            if error.status:
+                kind, detail, seconds = self._refusal(error)
             reply = Reply(failure=kind, detail=detail)
         except InvalidRecord as error:
             reply = Reply(failure="malformed", detail=error.cause)
         finally:
-            self.budget.settle(most, cost)
+            self.budget.settle(highest_cost, cost)
         return replace(reply, detail=self._redacted(reply.detail)), seconds
 
     def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
-        """The reply in the body of a response, or what is wrong with it, and its price; its tokens are counted."""
+        """Returns the reply in the body of a response, or what is wrong with it, and its price; counts its tokens."""
         answer = self.service.read_answer(body, prompt_tokens, limit)
         with self._lock:
             self._counts["input_tokens"] += round(answer.input_tokens)
             self._counts["output_tokens"] += round(answer.output_tokens)
         text = redacted(answer.text, self.service.secret)  # a reply is kept on disk
-        failure = answer.failure or (None if text.strip() else "empty")
-        reply = Reply(text=text, failure=failure, detail=answer.detail) if failure else parse(text, request)
-        return reply, self._price(answer.input_tokens, answer.output_tokens)
+        price = self._price(answer.input_tokens, answer.output_tokens)
+        failure = answer.failure
+        if not failure and not text.strip():
+            failure = "empty"
+        if failure:
+            return Reply(text=text, failure=failure, detail=answer.detail), price
+        return parse(text, request), price
 
     def _refusal(self, error: NoReply) -> tuple[str, str, float]:
-        """What a status other than 200 means: the kind of failure, what was said, and the seconds that the server asks
-        to wait; raises R3LiteError if every request would fail like it."""
+        """Returns what a status other than 200 means: the kind of failure, a message, and the seconds to wait.
+
+        Raises R3LiteError if every request would fail like it.
+        """
         name, reason, delays = read_complaint(str(error))
-        status, message = error.status, self._redacted(f"{error.status} {name}: {reason}")
-        wait = _seconds(error.retry_after, *delays)
+        status = error.status
+        message = self._redacted(f"{status} {name}: {reason}")
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
             raise R3LiteError(
                 f"the account has no credit left: {message}",
@@ -252,25 +282,28 @@ class Client(CachingClient):
             ) from None
         if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and whether your account has access to the model."
-            raise R3LiteError(
-                f"{self.settings.judge_model} cannot be used: {message}", remedy, code="model-unusable"
-            ) from None
-        kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")
-        return kind, message, wait if kind in ("rate_limited", "server") else 0.0
+            cause = f"{self.settings.judge_model} cannot be used: {message}"
+            raise R3LiteError(cause, remedy, code="model-unusable") from None
+        if status == 408:
+            return "timeout", message, 0.0
+        if status != 429 and status < 500:
+            return "refused", message, 0.0
+        kind = "rate_limited" if status == 429 else "server"
+        return kind, message, _seconds(error.retry_after, *delays)
 
     def _redacted(self, text: str) -> str:
-        """One line of at most 300 characters without the key."""
+        """Returns one line of at most 300 characters without the key."""
         return " ".join(redacted(text, self.service.secret).split())[:300]
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
-        """US dollars; 0 if the price is not known, which no cap on cost allows."""
-        read, written = self._prices or (0.0, 0.0)
-        return (input_tokens * read + output_tokens * written) / 1e6
+        """Returns US dollars; 0 if the price is not known, which no cap on cost allows."""
+        input_price, output_price = self._prices or (0.0, 0.0)
+        return (input_tokens * input_price + output_tokens * output_price) / 1e6
 
 
-def _seconds(*named: str) -> float:
-    """The seconds to wait that a server names, such as `7` or `11s`; 0 if it names none."""
-    for text in named:
+def _seconds(*texts: str) -> float:
+    """Returns the seconds to wait that a server names, such as `7` or `11s`; 0 if it names none."""
+    for text in texts:
         try:
             return max(0.0, float(text.removesuffix("s")))
         except ValueError:

@@ -12,7 +12,7 @@ from r3lite.llm.http_client import BoundedClient
 from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimated_tokens, read_key, token_count
 from r3lite.settings import JudgeSettings
 
-LEAST_THINKING_ROOM = 512  # output tokens of a model that is set to think as little as it can
+SMALLEST_THINKING_ROOM = 512  # output tokens of a model that is set to think as little as it can
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
 GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
@@ -25,26 +25,28 @@ class GeminiService(Service):
     key_remedy = "Set GOOGLE_API_KEY to a valid key."
 
     def __init__(self, settings: JudgeSettings):
-        self.settings, self.secret = settings, read_key("Gemini", KEYS, GET_A_KEY)
+        self.settings = settings
+        self.secret = read_key("Gemini", KEYS, GET_A_KEY)
         if not self.secret:
-            raise R3LiteError(
-                "there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set",
-                GET_A_KEY,
-                code="gemini-key-missing",
-            )
-        timeout, url = round(settings.judge_timeout * 1000), settings.judge_base_url  # milliseconds
-        options = types.HttpOptions(timeout=timeout, base_url=url, httpx_async_client=BoundedClient())
+            cause = "there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set"
+            raise R3LiteError(cause, GET_A_KEY, code="gemini-key-missing")
+        options = types.HttpOptions(
+            timeout=round(settings.judge_timeout * 1000),  # milliseconds
+            base_url=settings.judge_base_url,
+            httpx_async_client=BoundedClient(),
+        )
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinking, self.room = thinking(settings.judge_model, settings.judge_thinking)
 
     def gives_way(self, reason: str) -> str | None:
         if not self._thinking or "think" not in reason.lower():
             return None
-        self._thinking, self.room = {}, THINKING_ROOM
+        self._thinking = {}
+        self.room = THINKING_ROOM
         return "refuses a thinking level; continuing without one"
 
     async def send(self, request: Request, limit: int) -> str:
-        """The library does not take the body apart, as it trusts what it reads."""
+        """Returns the body as it came: the library would trust what it reads."""
         config = types.GenerateContentConfig(
             system_instruction=request.system,
             temperature=self.settings.judge_temperature,
@@ -61,31 +63,43 @@ class GeminiService(Service):
         return response.sdk_http_response.body
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """As the base says. A count that is missing, zero or not a count is replaced by an estimate, so that no reply
-        is free."""
+        """Returns what the body says, as in the base.
+
+        A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free.
+        """
         reply = Record(parse(body), Source("the reply"))
         candidates = reply.records("candidates", [])
         usage = reply.record("usageMetadata")
         if candidates:
             first = candidates[0]
             parts = first.record("content").records("parts", [])
-            text = "".join(p.text("text", "", blank=True) for p in parts if not p.flag("thought", False))
+            spoken = [part for part in parts if not part.flag("thought", False)]
+            text = "".join(part.text("text", "", blank=True) for part in spoken)
             detail = first.text("finishReason", "STOP")
             failure = FAILURES.get(detail)
         else:
             reason = reply.record("promptFeedback").text("blockReason", "")
-            text, failure, detail = "", "blocked" if reason else None, f"prompt: {reason or 'no reason given'}"
-        read = token_count(usage, "promptTokenCount") or prompt_tokens
-        written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
-        thoughts = token_count(usage, "thoughtsTokenCount")
-        return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
+            text = ""
+            detail = f"prompt: {reason or 'no reason given'}"
+            failure = "blocked" if reason else None
+        output_tokens = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
+        thought_tokens = token_count(usage, "thoughtsTokenCount")
+        if thought_tokens is None:
+            thought_tokens = limit
+        return Answer(
+            text=text,
+            failure=failure,
+            detail=detail,
+            input_tokens=token_count(usage, "promptTokenCount") or prompt_tokens,
+            output_tokens=output_tokens + thought_tokens,
+        )
 
 
 def thinking(model: str, wanted: bool) -> tuple[dict, int]:
-    """The fields of a request that say whether a model is to think, and how many tokens its thoughts may take."""
+    """Returns the fields of a request that say whether a model is to think, and how many tokens thoughts may take."""
     if re.match(r"(models/)?gemini-[12]\b", model):  # before thinking had levels
         budget = THINKING_ROOM if wanted else 0
         return {"thinking_budget": budget}, budget
     if wanted:
         return {"thinking_level": "HIGH"}, THINKING_ROOM
-    return {"thinking_level": "MINIMAL"}, LEAST_THINKING_ROOM
+    return {"thinking_level": "MINIMAL"}, SMALLEST_THINKING_ROOM

@@ -1,5 +1,7 @@
-"""The HTTP client of remote models, retrievers and rollout servers: replies are bounded, and what goes wrong is one of
-few errors. `Link` asks servers that speak JSON without a key of a user's account.
+"""The HTTP client of remote models, retrievers and rollout servers.
+
+Replies are bounded, and what goes wrong is one of few errors. `Link` asks servers that speak JSON without a key of a
+user's account.
 
 It is that of the packages google-genai and huggingface_hub: httpx2, or httpx where an older one of them is installed.
 """
@@ -26,41 +28,43 @@ T = TypeVar("T")
 
 
 class BoundedClient(httpx.AsyncClient):
-    """Reads at most `most` bytes of a reply, and raises NoReply.
+    """Reads at most `max_bytes` of a reply, and raises NoReply.
 
     It follows no redirect: httpx would send the key along to another server.
     """
 
-    def __init__(self, most: int = MAX_REPLY, headers: dict[str, str] | None = None):
+    def __init__(self, max_bytes: int = MAX_REPLY, headers: dict[str, str] | None = None):
         # A few bytes of a compressed reply may unpack to any size.
         super().__init__(headers={"accept-encoding": "identity", **(headers or {})}, follow_redirects=False)
-        self._most = most
+        self._max_bytes = max_bytes
 
-    def build_request(self, *given: Any, **options: Any) -> httpx.Request:
+    def build_request(self, *arguments: Any, **options: Any) -> httpx.Request:
         remedy = "Check the address (of a judge or teacher: --judge-base-url) and --judge-model."
         with explained(httpx.InvalidURL, "invalid address", remedy, code="bad-address"):
-            return super().build_request(*given, **options)
+            return super().build_request(*arguments, **options)
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         try:
-            whole = await self._read(request, **(options | {"stream": True}))
+            response = await self._read(request, **(options | {"stream": True}))
         except httpx.HTTPError as error:
             kind = "timeout" if isinstance(error, httpx.TimeoutException) else "connection"
             sent = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
             raise NoReply(kind, f"{type(error).__name__}: {error}", sent) from error
-        if whole.status_code != 200:
-            raise NoReply("status", whole.text, True, whole.status_code, whole.headers.get("retry-after", ""))
-        return whole
+        if response.status_code != 200:
+            retry_after = response.headers.get("retry-after", "")
+            raise NoReply("status", response.text, status=response.status_code, retry_after=retry_after)
+        return response
 
     async def _read(self, request: httpx.Request, **options: Any) -> httpx.Response:
-        response, body = await super().send(request, **options), bytearray()
+        response = await super().send(request, **options)
+        body = bytearray()
         try:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise httpx.DecodingError("the reply is compressed, although the request forbids it", request=request)
             async for chunk in response.aiter_raw():
                 body += chunk
-                if len(body) > self._most:
-                    raise NoReply("too_large", f"more than {self._most >> 20} MiB")
+                if len(body) > self._max_bytes:
+                    raise NoReply("too_large", f"more than {self._max_bytes >> 20} MiB")
         finally:
             await response.aclose()
         return httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
@@ -90,35 +94,62 @@ class WrongReply(R3LiteError):
 
 
 class Link:
-    """Requests to one server, each of at most `seconds` and `most` bytes of reply. `remedy` is what to do if one fails;
-    the values of `headers` are keys, which are never shown."""
+    """Sends requests to one server, each of at most `seconds` and `max_bytes` of reply.
 
-    def __init__(self, url: str, remedy: str, seconds: float, most: int, headers: dict[str, str] | None = None):
-        self.url, self.remedy, self.limits = url, remedy, (CONNECT, *[seconds] * 3)
-        self._client, self.calls = BoundedClient(most, headers), Calls(seconds)
+    `remedy` is what to do if one fails; the values of `headers` are keys, which are never shown.
+    """
+
+    def __init__(self, url: str, remedy: str, seconds: float, max_bytes: int, headers: dict[str, str] | None = None):
+        self.url = url
+        self.remedy = remedy
+        self.limits = (CONNECT, seconds, seconds, seconds)
+        self._client = BoundedClient(max_bytes, headers)
+        self.calls = Calls(seconds)
         self._keys = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
-        """The reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
-        body = {"content" if isinstance(content, bytes) else "json": content} if content is not None else {}
-        how = ("POST" if body else "GET"), self.url + path
+        """Returns the reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
+        method = "GET"
+        body = {}
+        if content is not None:
+            method = "POST"
+            body = {"content": content} if isinstance(content, bytes) else {"json": content}
         try:
-            return self.calls.run(lambda: self._client.request(*how, timeout=self.limits, **body)).text
+            response = self.calls.run(
+                lambda: self._client.request(method, self.url + path, timeout=self.limits, **body)
+            )
+            return response.text
         except NoReply as error:
-            status, message = error.status, " ".join(redacted(str(error), *self._keys).split())
-            passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
-            verb = "does not answer:" if passes else "refuses:" if status else "sends"
-            reason = f"status {status}: {message[:500]}" if status else message
-            pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
-            raise Unanswered(
-                f"{self.url} {verb} {reason}", self.remedy, passes, status, pause, code="no-reply"
-            ) from error
+            raise self._unanswered(error) from error
+
+    def _unanswered(self, error: NoReply) -> Unanswered:
+        """Returns the error of a call without a reply, with what the server says, and without keys."""
+        status = error.status
+        reason = " ".join(redacted(str(error), *self._keys).split())
+        passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
+        verb = "sends"
+        if status:
+            verb = "refuses:"
+            reason = f"status {status}: {reason[:500]}"
+        if passes:
+            verb = "does not answer:"
+        pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
+        return Unanswered(
+            f"{self.url} {verb} {reason}",
+            self.remedy,
+            passes=passes,
+            status=status,
+            pause=pause,
+            code="no-reply",
+        )
 
     def ask(
         self, path: str, content: dict | None, server: str, read: Callable[[Record], T], remedy: str | None = None
     ) -> T:
-        """What `read` makes of the reply, an object. Raises Unanswered, or WrongReply if that `server` replies
-        otherwise."""
+        """Returns what `read` makes of the reply, an object.
+
+        Raises Unanswered, or WrongReply if the reply is not one of that kind of `server`.
+        """
         text = self.text(path, content)
         try:
             return read(Record(parse(text), Source("the reply")))

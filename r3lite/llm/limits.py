@@ -1,5 +1,4 @@
-"""How often and for how much a remote model may be asked: a rate limit and caps, shared by threads, and what
-models cost.
+"""How often and for how much a remote model may be asked: a rate limit, caps and prices, shared by threads.
 
 Does not know what is asked.
 """
@@ -39,14 +38,17 @@ class RateLimiter:
             self._held_until = max(self._held_until, self.clock() + seconds)
 
     def _take(self) -> float:
-        """0 if a request may be sent now, and counts it; else the seconds to wait before asking again."""
+        """Counts a request and returns 0 if it may be sent at once; else returns the seconds to wait before."""
         with self._lock:
-            now = self.clock()
-            while self._sent and self._sent[0] <= now - MINUTE:
+            time = self.clock()
+            while self._sent and self._sent[0] <= time - MINUTE:
                 self._sent.popleft()
-            free = self._sent[0] + MINUTE if len(self._sent) >= self.per_minute else now
-            if (seconds := max(free, self._held_until) - now) <= 0:
-                self._sent.append(now)
+            free_from = time
+            if len(self._sent) >= self.per_minute:
+                free_from = self._sent[0] + MINUTE
+            seconds = max(free_from, self._held_until) - time
+            if seconds <= 0:
+                self._sent.append(time)
             return seconds
 
 
@@ -64,40 +66,46 @@ class Budget:
     _reserved: float = 0.0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def reserve(self, most: float) -> str | None:
+    def reserve(self, highest_cost: float) -> str | None:
         """Counts a request of at most this cost, or returns the cap that forbids it. May wait for others to settle."""
         with self._changed:
             while True:
                 if self.max_calls is not None and self.calls >= self.max_calls:
                     return f"--judge-max-calls {self.max_calls} is reached"
-                if self.max_cost is None or self.cost + self._reserved + most <= self.max_cost:
+                if self.max_cost is None or self.cost + self._reserved + highest_cost <= self.max_cost:
                     break
                 if not self._reserved:
                     return f"--judge-max-cost {self.max_cost:g} is reached ({self.cost:.4f} US dollars spent)"
                 self._changed.wait(1.0)
             self.calls += 1
-            self._reserved += most
+            self._reserved += highest_cost
             return None
 
-    def settle(self, most: float, cost: float) -> None:
+    def settle(self, highest_cost: float, cost: float) -> None:
         """Replaces what was reserved for a request by what it cost."""
         with self._changed:
-            # Sums of floats do not cancel exactly, and `reserve` would wait without end for a rest of 1e-18.
-            self._reserved = max(0.0, self._reserved - most) if self._reserved > most * 1.000001 else 0.0
+            # Sums of floats do not cancel exactly, and `reserve` would wait without end for a difference of 1e-18.
+            if self._reserved > highest_cost * 1.000001:
+                self._reserved = max(0.0, self._reserved - highest_cost)
+            else:
+                self._reserved = 0.0
             self.cost += cost
             self._changed.notify_all()
 
 
 def prices_of(settings: JudgeSettings) -> tuple[float, float] | None:
-    """US dollars per million tokens read and written, or None if they are not known.
+    """Returns US dollars per million tokens read and written, or None if they are not known.
 
     Raises R3LiteError if a cap on cost needs them.
     """
     model = settings.judge_model.removeprefix("models/")
-    given = (settings.judge_input_price, settings.judge_output_price)
-    prices = tuple(PRICES.get(model, (None, None))[i] if price is None else price for i, price in enumerate(given))
-    if None not in prices:
-        return prices
+    input_price, output_price = PRICES.get(model, (None, None))
+    if settings.judge_input_price is not None:
+        input_price = settings.judge_input_price
+    if settings.judge_output_price is not None:
+        output_price = settings.judge_output_price
+    if input_price is not None and output_price is not None:
+        return input_price, output_price
     if settings.judge_max_cost is not None:
         remedy = "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens."
         raise R3LiteError(

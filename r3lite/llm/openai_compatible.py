@@ -25,7 +25,8 @@ class OpenAIService(Service):
     circumstances: ClassVar[dict] = {"service": "openai"}
 
     def __init__(self, settings: JudgeSettings):
-        self.settings, self.secret = settings, read_key("OpenAI", ("OPENAI_API_KEY",), GET_A_KEY)
+        self.settings = settings
+        self.secret = read_key("OpenAI", ("OPENAI_API_KEY",), GET_A_KEY)
         if not self.secret and settings.judge_base_url is None:
             raise R3LiteError(
                 "there is no key for OpenAI: OPENAI_API_KEY is not set", GET_A_KEY, code="openai-key-missing"
@@ -44,7 +45,9 @@ class OpenAIService(Service):
         return f"needs {self._limit}; continuing with it"
 
     async def send(self, request: Request, limit: int) -> str:
-        turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")
+        turns = request.turns("assistant")
+        if request.system:
+            turns = [("system", request.system), *turns]
         messages = [{"role": role, "content": text} for role, text in turns]
         body = {"model": self.settings.judge_model, "messages": messages, self._limit: limit}
         if request.schema:
@@ -54,31 +57,44 @@ class OpenAIService(Service):
             body["temperature"] = self.settings.judge_temperature
         headers = {"authorization": f"Bearer {self.secret}"} if self.secret else {}
         timeout = self.settings.judge_timeout  # of each read; the whole call has the same
-        return (await self._client.post(self._address, json=body, headers=headers, timeout=timeout)).text
+        response = await self._client.post(self._address, json=body, headers=headers, timeout=timeout)
+        return response.text
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """As the base says. Counts of tokens that are missing or zero are replaced by estimates."""
+        """Returns what the body says, as in the base. Counts that are missing or zero are replaced by estimates."""
         reply = Record(parse(body), Source("the reply"))
         usage = reply.record("usage")
         choices = reply.records("choices", [])
-        text, reason, refusal = "", "no choice", ""
+        text = ""
+        reason = "no choice"
+        refusal = ""
         if choices:
             message = choices[0].record("message")
             text = THOUGHTS.sub("", message.text("content", "", blank=True), count=1)
             refusal = message.text("refusal", "", blank=True)
             reason = choices[0].text("finish_reason", "stop")
-        failure = {"length": "cut", "content_filter": "blocked"}.get(reason, "blocked" if refusal else None)
-        read = token_count(usage, "prompt_tokens") or prompt_tokens
-        written = token_count(usage, "completion_tokens") or max(estimated_tokens(text), 1.0)
-        return Answer(text, failure, refusal or reason, read, written)
+        failure = None
+        if reason == "length":
+            failure = "cut"
+        elif reason == "content_filter" or refusal:
+            failure = "blocked"
+        return Answer(
+            text=text,
+            failure=failure,
+            detail=refusal or reason,
+            input_tokens=token_count(usage, "prompt_tokens") or prompt_tokens,
+            output_tokens=token_count(usage, "completion_tokens") or max(estimated_tokens(text), 1.0),
+        )
 
 
 def closed(schema: dict) -> dict:
-    """A JSON schema whose objects forbid further keys, as `strict` asks."""
-    made = {}
+    """Returns a JSON schema whose objects forbid further keys, as `strict` asks."""
+    strict: dict = {}
     for key, value in schema.items():
         if key in ("properties", "$defs"):  # names that are not keywords
-            made[key] = {name: closed(inner) for name, inner in value.items()}
+            strict[key] = {name: closed(inner) for name, inner in value.items()}
         else:
-            made[key] = closed(value) if isinstance(value, dict) else value
-    return made | ({"additionalProperties": False} if schema.get("type") == "object" else {})
+            strict[key] = closed(value) if isinstance(value, dict) else value
+    if schema.get("type") == "object":
+        strict["additionalProperties"] = False
+    return strict

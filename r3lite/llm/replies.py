@@ -1,5 +1,4 @@
-"""Requests to a remote model and its replies, and what a kind of server is: how it is asked, what its answers mean,
-where its key is.
+"""Requests to a remote model and its replies, and the kinds of servers: how one is asked, what its answers mean.
 
 Knows no network. A reply that failed is a `Reply` with the kind of its failure, not an exception.
 """
@@ -59,12 +58,13 @@ class Request:
         assert len(self.earlier) % 2 == 0, "the prompt is the user's turn"
 
     def turns(self, model: str) -> list[tuple[str, str]]:
-        """The turns with the prompt as the last one, each with its role: `user`, or the model's by turns."""
-        return list(zip(itertools.cycle(("user", model)), (*self.earlier, self.prompt)))
+        """Returns the turns, the prompt last, each with its role: `user`, or the model's by turns."""
+        roles = itertools.cycle(("user", model))
+        return list(zip(roles, (*self.earlier, self.prompt)))
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a reply depends on."""
+        """The parts of the request that a reply depends on, by name."""
         names = ("prompt", "system", "earlier", "max_output_tokens", "nonce", "schema")
         return {name: getattr(self, name) for name in names}
 
@@ -100,12 +100,12 @@ class Answer:
 
 
 def estimated_tokens(*texts: str) -> float:
-    """About how many tokens some texts have, rather too many."""
+    """Returns about how many tokens some texts have, rather too many."""
     return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
 
 
 def token_count(usage: Record, key: str) -> int | None:
-    """A count of tokens, 0 if it is not given; None if it is not a count."""
+    """Returns a count of tokens, 0 if it is missing; None if it is not a count."""
     try:
         return usage.whole(key, 0)
     except InvalidRecord:
@@ -113,15 +113,11 @@ def token_count(usage: Record, key: str) -> int | None:
 
 
 def parse(text: str, request: Request) -> Reply:
-    """The reply that a text is to a request; JSON may come after thoughts or in a fenced block."""
+    """Returns the reply that a text is to a request; JSON may come after thoughts or in a fenced block."""
     if request.read is None:
         return Reply(text=text)
-    body = text.strip()
-    if not body.startswith(("{", "[")):
-        body = body.rpartition("</think>")[2]
-        body = body[fenced.end() : body.rfind("```")] if (fenced := FENCED.search(body)) else body
     try:
-        data = records.parse(body)
+        data = records.parse(_json_of(text))
     except InvalidRecord as error:
         return Reply(text=text, failure="malformed", detail=str(error))
     try:
@@ -130,8 +126,20 @@ def parse(text: str, request: Request) -> Reply:
         return Reply(text=text, failure="schema", detail=str(error))
 
 
+def _json_of(text: str) -> str:
+    """Returns a text without thoughts before it, and without the fences of a block."""
+    body = text.strip()
+    if body.startswith(("{", "[")):
+        return body
+    body = body.rpartition("</think>")[2]
+    fence = FENCED.search(body)
+    if not fence:
+        return body
+    return body[fence.end() : body.rfind("```")]
+
+
 def recalled(record: Record, request: Request) -> Reply:
-    """The reply that was kept; raises InvalidRecord if it is not one to the request."""
+    """Returns the reply of a cache's record; raises InvalidRecord if it is not one to the request."""
     reply = parse(record.text("text"), request)
     if reply.failure:
         raise record.error(f"not of the requested form: {reply.detail}")
@@ -139,7 +147,7 @@ def recalled(record: Record, request: Request) -> Reply:
 
 
 class Service(Protocol):
-    """How one kind of server is asked, and what its answers mean."""
+    """Asks one kind of server, and reads its answers."""
 
     secret: str  # the key; empty if there is none
     key_remedy: str  # what to do if it is not accepted
@@ -149,40 +157,43 @@ class Service(Protocol):
     circumstances: ClassVar[dict] = {}
 
     async def send(self, request: Request, limit: int) -> str:
-        """The body of the server's reply; at most `limit` tokens are to be written."""
+        """Returns the body of the server's reply; at most `limit` tokens are to be written."""
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """What the body of a reply says; raises InvalidRecord if it is none."""
+        """Returns what the body of a reply says; raises InvalidRecord if it is none."""
 
     def gives_way(self, reason: str) -> str | None:
-        """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
+        """Changes how requests are made, after a refusal, and returns the change in words; None if there is no way."""
         return None
 
 
 def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
-    """What the body of an error says: the name of its status, its message, and the seconds to wait that it names.
+    """Returns what the body of an error says: the name of its status, its message, and the seconds to wait.
 
     It is {"error": {"message", "code" or "status"}}, of some servers the inner object alone or a text. One of another
     form is its own message.
     """
     try:
-        whole = Record(records.parse(body), Source(""))
-        if isinstance(whole.values.get("error"), str):
-            return "", whole.text("error"), ()
-        error = whole.record("error") if "error" in whole else whole
-        names = [name for name in map(error.values.get, ("status", "code")) if isinstance(name, str)]
-        delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))  # of Gemini
-        return names[0] if names else "", error.text("message", body, blank=True), delays
+        record = Record(records.parse(body), Source(""))
+        if isinstance(record.values.get("error"), str):
+            return "", record.text("error"), ()
+        error = record.record("error") if "error" in record else record
+        names = [error.values.get(key) for key in ("status", "code")]
+        name = next((name for name in names if isinstance(name, str)), "")
+        details = error.records("details", [])  # of Gemini
+        delays = tuple(detail.text("retryDelay", "", blank=True) for detail in details)
+        return name, error.text("message", body, blank=True), delays
     except InvalidRecord:
         return "", body, ()
 
 
 def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
-    """The key in the first of these variables of the environment that has one; empty if none has.
+    """Returns the key in the first of these variables of the environment that has one; empty if none has.
 
     Raises R3LiteError if it is no key.
     """
-    key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
+    values = [os.environ.get(name, "").strip() for name in names]
+    key = next(filter(None, values), "")
     if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
         raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy, code="key-malformed")
     return key

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def redacted(text: str, *keys: str) -> str:
-    """The text with `***` instead of each key, which a server may repeat.
+    """Returns the text with `***` instead of each key, which a server may repeat.
 
     A key that is short or a word is a placeholder for a local server (`EMPTY`, `none`), and may be part of any text.
     """
@@ -35,7 +35,10 @@ class NoReply(Exception):
 
     def __init__(self, kind: str, text: str, sent: bool = True, status: int = 0, retry_after: str = ""):
         super().__init__(text)
-        self.kind, self.sent, self.status, self.retry_after = kind, sent, status, retry_after
+        self.kind = kind
+        self.sent = sent
+        self.status = status
+        self.retry_after = retry_after
 
 
 class Calls:
@@ -48,11 +51,12 @@ class Calls:
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], Coroutine]) -> Any:
-        """What a call returns or raises; NoReply after its time, Stopped if the run ends."""
+        """Returns what a call returns, or raises what it raises; NoReply after its time, Stopped if the run ends."""
         with self._lock:
             if self._ending.is_set():
                 raise Stopped
-            future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call(), self.seconds), _event_loop())
+            limited = asyncio.wait_for(call(), self.seconds)
+            future = asyncio.run_coroutine_threadsafe(limited, _event_loop())
             self._under_way.add(future)
         try:
             return future.result()
@@ -83,7 +87,7 @@ class Calls:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop that all calls run on: a task can be broken off wherever it waits, a thread in a read cannot."""
+    """Returns the loop that all calls run on: a task can be broken off wherever it waits, a thread in a read cannot."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="r3lite-calls", daemon=True).start()
     return loop

@@ -30,7 +30,7 @@ MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold, and what was chosen for it."""
+    """The settings that were chosen for a run, and the memory and time that it takes with them."""
 
     workload: Workload
     memory: Memory

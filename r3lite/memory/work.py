@@ -35,7 +35,7 @@ class JudgeWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run computes, whatever memory it is given."""
+    """The sizes of all that a run computes, whatever memory it is given."""
 
     model: ModelConfig
     vocabulary: int  # rows of the head that are used: ids of the tokenizer

@@ -9,14 +9,20 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import groupby
 
-WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34  # of the plot within the picture
+WIDTH = 460
+HEIGHT = 250
+# Margins of the plot within the picture.
+LEFT = 58
+RIGHT = 12
+TOP = 12
+BOTTOM = 34
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#b59f00")
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
-MOST_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
+MAX_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
 
 
 def colour(number: int) -> str:
+    """Returns the colour of a series by its number."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -31,7 +37,8 @@ class Line:
     dash: int = 0
 
     @property
-    def known(self) -> list[float]:
+    def values(self) -> list[float]:
+        """The values without the gaps."""
         return [y for y in self.ys if y is not None]
 
     @property
@@ -87,31 +94,35 @@ Chart = Lines | Bars
 
 
 def thinned(line: Line) -> Line:
-    """A line of at most MOST_POINTS points, each the mean of as many neighbours, of those that are known."""
-    size = -(-len(line.xs) // MOST_POINTS)
+    """Returns a line of at most MAX_POINTS points, each the mean of as many neighbours, without their gaps."""
+    size = -(-len(line.xs) // MAX_POINTS)
     if size <= 1:
         return line
     starts = range(0, len(line.xs), size)
-    means = [[_mean(values[start : start + size]) for start in starts] for values in (line.xs, line.ys)]
-    return replace(line, xs=means[0], ys=means[1])
+    xs = [_mean(line.xs[start : start + size]) for start in starts]
+    ys = [_mean(line.ys[start : start + size]) for start in starts]
+    return replace(line, xs=xs, ys=ys)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None
+    return sum(numbers) / len(numbers)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from `low` up to `high`."""
+    """Returns about `count` round numbers, 1, 2 or 5 times a power of ten apart, from `low` up to `high`."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    last = math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
 def number(value: float) -> str:
-    """A value as axes and tables show it."""
+    """Returns a value as axes and tables show it."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000 or abs(value) < 0.001:
@@ -131,21 +142,27 @@ class Scale:
 
     @staticmethod
     def over(values: Sequence[float], start: float, end: float, log: bool = False, zero: bool = False) -> "Scale":
-        """A scale that holds all values, with some room; `zero`: and 0."""
-        low, high = min(values, default=0.0), max(values, default=1.0)
+        """Returns a scale that holds all values, with a margin; `zero`: and 0."""
+        low = min(values, default=0.0)
+        high = max(values, default=1.0)
         if zero:
-            low, high = min(low, 0.0), max(high, 0.0)
+            low = min(low, 0.0)
+            high = max(high, 0.0)
         if log and low > 0:
-            return Scale(math.log10(low) - 0.05, math.log10(high) + 0.05, start, end, True)
-        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        below, above = 0 if zero and low == 0 else room, 0 if zero and high == 0 > low else room
+            return Scale(math.log10(low) - 0.05, math.log10(high) + 0.05, start, end, log=True)
+        margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        below = 0 if zero and low == 0 else margin
+        above = 0 if zero and high == 0 > low else margin
         return Scale(low - below, high + above, start, end)
 
     def __call__(self, value: float) -> float:
+        """Returns the place of a value."""
         value = math.log10(value) if self.log else value
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
+        """Returns round values of the scale."""
         if not self.log:
             return ticks(self.low, self.high)
         powers = range(math.ceil(self.low), math.floor(self.high) + 1)
@@ -155,14 +172,17 @@ class Scale:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an SVG element, with its numbers in words for those who cannot see it."""
-    drawn, spoken = _lines(chart) if isinstance(chart, Lines) else _bars(chart)
+    """Returns the chart as an SVG element, with its numbers in words for those who cannot see it."""
+    if isinstance(chart, Lines):
+        drawn, spoken = _lines(chart)
+    else:
+        drawn, spoken = _bars(chart)
     label = escape(f"{chart.title}. {spoken}", quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>'
 
 
 def _axis(scale: Scale) -> str:
-    """Horizontal lines at round values of a vertical scale."""
+    """Returns horizontal lines at round values of a vertical scale."""
     drawn = []
     for tick in scale.ticks():
         y = f"{scale(tick):.1f}"
@@ -172,14 +192,16 @@ def _axis(scale: Scale) -> str:
 
 
 def _below(x: float, text: str, y: float = HEIGHT - BOTTOM + 15) -> str:
-    """A label below the plot, by default that of a tick."""
+    """Returns a label below the plot, by default that of a tick."""
     return f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _lines(chart: Lines) -> tuple[str, str]:
+    """Returns a chart's lines as SVG, and their first and last values in words."""
     lines = [thinned(line) for line in chart.lines]
-    values = [y for line in lines for y in line.known]
-    across = Scale.over([x for line in lines for x in line.xs], LEFT, WIDTH - RIGHT)
+    values = [y for line in lines for y in line.values]
+    steps = [x for line in lines for x in line.xs]
+    across = Scale.over(steps, LEFT, WIDTH - RIGHT)
     up = Scale.over(values, HEIGHT - BOTTOM, TOP, chart.log, zero=chart.unit == "share")
     drawn = [_axis(up)]
     for tick in ticks(across.low, across.high, 6):
@@ -189,47 +211,62 @@ def _lines(chart: Lines) -> tuple[str, str]:
     spoken = []
     for line in lines:
         for part in _parts(line):
-            points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in part)
+            places = [(f"{across(x):.1f}", f"{up(y):.1f}") for x, y in part]
+            points = " ".join(f"{x},{y}" for x, y in places)
             drawn.append(f'<polyline class="line" {line.stroke} points="{points}"/>')
-            if len(part) == 1:
-                (x, y) = part[0]
-                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{colour(line.colour)}"/>')
-        if known := line.known:
-            spoken.append(f"{line.label}: from {number(known[0])} to {number(known[-1])}")
+            if len(places) == 1:
+                x, y = places[0]
+                drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour(line.colour)}"/>')
+        if line.values:
+            spoken.append(f"{line.label}: from {number(line.values[0])} to {number(line.values[-1])}")
     return "".join(drawn), "; ".join(spoken)
 
 
 def _parts(line: Line) -> list[list[tuple[float, float]]]:
-    """The runs of known points. Gaps of a line that is known at few steps, such as a validation's, are bridged."""
-    known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
-    if len(known) * 2 < len(line.xs):
-        return [known] if known else []
-    runs = groupby(zip(line.xs, line.ys, strict=True), key=lambda point: point[1] is not None)
-    return [list(run) for is_known, run in runs if is_known]
+    """Returns the stretches of points without a gap.
+
+    Gaps of a line that has few values, such as a validation's, are bridged.
+    """
+    points = list(zip(line.xs, line.ys, strict=True))
+    with_value = [(x, y) for x, y in points if y is not None]
+    if len(with_value) * 2 < len(points):
+        return [with_value] if with_value else []
+    stretches = groupby(points, key=lambda point: point[1] is not None)
+    return [list(stretch) for has_value, stretch in stretches if has_value]
 
 
 def _bars(chart: Bars) -> tuple[str, str]:
+    """Returns a chart's bars as SVG, and their values in words."""
     bars = [bar for series in chart.series.values() for bar in series if bar is not None]
     ends = [end for bar in bars for end in (bar.value, bar.low, bar.high) if end is not None]
     up = Scale.over(ends, HEIGHT - BOTTOM, TOP, zero=True)
-    drawn, spoken = [_axis(up)], []
-    wide = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
-    each = wide * 0.8 / max(1, len(chart.series))
+    drawn = [_axis(up)]
+    spoken = []
+    group_width = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
+    width = group_width * 0.8 / max(1, len(chart.series))
     for i, group in enumerate(chart.groups):
-        middle = LEFT + (i + 0.5) * wide
+        middle = LEFT + (i + 0.5) * group_width
         drawn.append(_below(middle, group))
         for k, (label, series) in enumerate(chart.series.items()):
-            if (bar := series[i]) is None:
+            bar = series[i]
+            if bar is None:
                 continue
-            x, (top, bottom) = middle + (k - len(chart.series) / 2) * each, sorted((up(bar.value), up(0)))
-            drawn.append(
-                f'<rect x="{x + each * 0.06:.1f}" y="{top:.1f}" width="{each * 0.88:.1f}" '
-                f'height="{max(0.8, bottom - top):.1f}" fill="{colour(k)}">'
-                f"<title>{escape(f'{label}, {group}: {number(bar.value)}')}</title></rect>"
-            )
-            if bar.low is not None and bar.high is not None:
-                centre = f"{x + each / 2:.1f}"
-                ends_at = f'y1="{up(bar.low):.1f}" y2="{up(bar.high):.1f}"'
-                drawn.append(f'<line class="whisker" x1="{centre}" x2="{centre}" {ends_at}/>')
-            spoken.append(f"{label}, {group}: {number(bar.value)}")
+            text = f"{label}, {group}: {number(bar.value)}"
+            x = middle + (k - len(chart.series) / 2) * width
+            drawn.append(_bar(bar, up, x, width, colour(k), text))
+            spoken.append(text)
     return "".join(drawn), "; ".join(spoken)
+
+
+def _bar(bar: Bar, up: Scale, x: float, width: float, fill: str, text: str) -> str:
+    """Returns one bar, from `x` on, with its interval as SVG."""
+    top, bottom = sorted((up(bar.value), up(0)))
+    drawn = (
+        f'<rect x="{x + width * 0.06:.1f}" y="{top:.1f}" width="{width * 0.88:.1f}" '
+        f'height="{max(0.8, bottom - top):.1f}" fill="{fill}"><title>{escape(text)}</title></rect>'
+    )
+    if bar.low is None or bar.high is None:
+        return drawn
+    centre = f"{x + width / 2:.1f}"
+    ends = f'y1="{up(bar.low):.1f}" y2="{up(bar.high):.1f}"'
+    return f'{drawn}<line class="whisker" x1="{centre}" x2="{centre}" {ends}/>'

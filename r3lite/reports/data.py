@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from r3lite.core.episode import Question, Step
@@ -30,19 +31,20 @@ class DataFile:
     name: str
     unit: str
     sizes: list[dict[str, int]]
-    what: str = "rows"
+    noun: str = "rows"
 
     @property
     def label(self) -> str:
-        return f"data, {len(self.sizes)} {self.what}"
+        """The kind and the size of the file, in words."""
+        return f"data, {len(self.sizes)} {self.noun}"
 
     def of(self, part: str) -> list[int]:
-        """The sizes of a part, of the rows that have it."""
+        """Returns the sizes of a part, of the rows that have it."""
         return [sizes[part] for sizes in self.sizes if part in sizes]
 
 
 def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
-    """The lengths of a file of trajectories, as `collect` writes them, by `length` of a text, in `unit`.
+    """Returns the lengths of a file of trajectories, as `collect` writes them, by `length` of a text, in `unit`.
 
     Raises R3LiteError if no line has a question.
     """
@@ -57,51 +59,65 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 
 
 def of_questions(name: str, questions: Iterable[Question], length: Callable[[str], int], unit: str) -> DataFile:
-    """The same of questions as a data set has them."""
-    return DataFile(name, unit, [_of_question(question, length) for question in questions], "questions")
+    """Returns the lengths of questions as a data set has them, by `length` of a text, in `unit`."""
+    sizes = [_of_question(question, length) for question in questions]
+    return DataFile(name, unit, sizes, "questions")
 
 
 def _of_question(question: Question, length: Callable[[str], int]) -> dict[str, int]:
-    sizes = {"question": length(question.text), "answer": length(next(iter(question.answers), ""))}
+    answer = next(iter(question.answers), "")
+    sizes = {"question": length(question.text), "answer": length(answer)}
     if question.documents:
-        sizes |= {"paragraphs": len(question.documents), "gold": len(question.gold)}
+        sizes["paragraphs"] = len(question.documents)
+        sizes["gold"] = len(question.gold)
         sizes["documents"] = sum(length(document.text) for document in question.documents)
     return sizes
 
 
 def _of_row(row: Record, length: Callable[[str], int]) -> dict[str, int]:
     steps = [Step.from_json(step) for step in row.records("steps", ())]
-    answers = [step.answer for step in reversed(steps) if step.answer is not None] or row.texts("answers", ())
+    answers = [step.answer for step in reversed(steps) if step.answer is not None]
+    if not answers:
+        answers = row.texts("answers", ())
     sizes = {"question": length(row.text("question"))}
     if answers:
         sizes["answer"] = length(answers[0])
     if steps:
         sizes["analyses"] = sum(length(step.analysis) for step in steps)
-        sizes["documents"] = sum(length(document.text) for step in steps for document in step.documents)
+        documents = chain.from_iterable(step.documents for step in steps)
+        sizes["documents"] = sum(length(document.text) for document in documents)
         sizes["steps"] = len(steps)
     return sizes
 
 
 def charts(files: Sequence[DataFile]) -> dict[str, list[Chart]]:
-    """Histograms of each part, the files side by side."""
-    made = []
+    """Returns histograms of each part, the files side by side."""
+    histograms: list[Chart] = []
     for part, title in PARTS.items():
         sizes = {file.name: file.of(part) for file in files}
         if any(sizes.values()):
-            made.append(_histogram(part, title, sizes, files[0].unit))
-    return {"Data": made}
+            histograms.append(_histogram(part, title, sizes, files[0].unit))
+    return {"Data": histograms}
 
 
 def _histogram(part: str, title: str, sizes: dict[str, list[int]], unit: str) -> Bars:
-    """Rows by size, in bins of equal round width."""
-    everything = [size for some in sizes.values() for size in some]
-    low, high = min(everything), max(everything)
+    """Returns rows by size, in bins of equal round width."""
+    all_sizes = list(chain.from_iterable(sizes.values()))
+    low = min(all_sizes)
+    high = max(all_sizes)
     step = max(1, round(ticks(0, max(1, high - low), BINS)[1]))
-    first = low // step * step
-    edges = range(first, high + 1, step)
-    counts = {
-        name: [Bar(sum(edge <= size < edge + step for size in some)) for edge in edges] for name, some in sizes.items()
-    }
+    first_edge = low // step * step
+    edges = range(first_edge, high + 1, step)
+    counts = {name: [Bar(_count(of_file, edge, step)) for edge in edges] for name, of_file in sizes.items()}
     groups = [number(edge) if step == 1 else f"{number(edge)}+" for edge in edges]
-    what = "rows" if part in COUNTED else f"rows, by {unit}"
-    return Bars(f"data-{part}", title, what, groups, counts)
+    return Bars(
+        name=f"data-{part}",
+        title=title,
+        unit="rows" if part in COUNTED else f"rows, by {unit}",
+        groups=groups,
+        series=counts,
+    )
+
+
+def _count(sizes: Sequence[int], edge: int, step: int) -> int:
+    return sum(edge <= size < edge + step for size in sizes)

@@ -8,8 +8,9 @@ from r3lite.reports.chart import Bar, Bars, Chart
 from r3lite.reports.run import Run
 
 OVERVIEW = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall", "format_adherence": "format"}
-LEFT_OUT = {"sp_em", "sp_precision", "joint_em"}  # for which the F1s stand
-SHOWN = OVERVIEW | {name: title for name, title in TITLES.items() if name not in OVERVIEW.keys() | LEFT_OUT}
+OMITTED = {"sp_em", "sp_precision", "joint_em"}  # for which the F1s stand
+REMAINING = {name: title for name, title in TITLES.items() if name not in OVERVIEW.keys() | OMITTED}
+METRICS = OVERVIEW | REMAINING
 GROUPS = {"by_hops": "hops", "by_type": "type of question"}
 EXAMPLES = 2  # of each kind of error that are shown
 RIGHT = "right"
@@ -17,82 +18,120 @@ FAILED = "the retriever failed"  # such a question counts in no score
 
 
 def evaluated(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that have scores."""
     return [run for run in runs if run.scores]
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """The main scores of each evaluation, and exact match by hops and by type of question."""
+    """Returns the main scores of each evaluation, and exact match by hops and by type of question."""
     runs = evaluated(runs)
     if not runs:
         return []
-    of_runs = {run.name: [_bar(run.scores, name) for name in OVERVIEW] for run in runs}
-    found: list[Chart] = [Bars("scores", "Scores, with 95 % intervals", "", list(OVERVIEW.values()), of_runs)]
-    for key, title in GROUPS.items():
-        groups = sorted({group for run in runs for group in run.scores.get(key, {})})
-        if len(groups) > 1:
-            grouped = [run for run in runs if key in run.scores]
-            by_run = {run.name: [_bar(run.scores[key].get(g, {}), "em") for g in groups] for run in grouped}
-            found.append(Bars(key.replace("_", "-"), f"Exact match by {title}", "", groups, by_run))
-    return found
+    main_scores = Bars(
+        name="scores",
+        title="Scores, with 95 % intervals",
+        unit="",
+        groups=list(OVERVIEW.values()),
+        series={run.name: [_bar(run.scores, name) for name in OVERVIEW] for run in runs},
+    )
+    grouped = [_grouped(runs, key, title) for key, title in GROUPS.items()]
+    return [main_scores, *(chart for chart in grouped if len(chart.groups) > 1)]
+
+
+def _grouped(runs: Sequence[Run], key: str, title: str) -> Bars:
+    """Returns exact match by the groups of questions that are under `key` in scores.json."""
+    having = [run for run in runs if key in run.scores]
+    groups = sorted({group for run in having for group in run.scores[key]})
+    by_run = {}
+    for run in having:
+        scores_by_group = run.scores[key]
+        by_run[run.name] = [_bar(scores_by_group.get(group, {}), "em") for group in groups]
+    return Bars(
+        name=key.replace("_", "-"),
+        title=f"Exact match by {title}",
+        unit="",
+        groups=groups,
+        series=by_run,
+    )
 
 
 def _bar(scores: dict, name: str) -> Bar | None:
     entry = scores.get(name) or {}
-    return None if entry.get("value") is None else Bar(entry["value"], entry["low"], entry["high"])
+    if entry.get("value") is None:
+        return None
+    return Bar(entry["value"], entry["low"], entry["high"])
+
+
+def _cell(bar: Bar | None) -> str:
+    if bar is None:
+        return "-"
+    return f"{bar.value:.3f} ({bar.low:.3f} to {bar.high:.3f})"
+
+
+def _difference_cell(difference: dict | None) -> str:
+    if difference is None:
+        return "-"
+    return f"{difference['difference']:+.3f} ({difference['low']:+.3f} to {difference['high']:+.3f})"
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
-    """All metrics that an evaluation has, a row each, with 95 % intervals; the first row is the head."""
+    """Returns all metrics that an evaluation has, a row each, with 95 % intervals; the first row is the head."""
     runs = evaluated(runs)
     rows = [["", *(run.name for run in runs)]]
-    for name, title in SHOWN.items():
-        cells = [_bar(run.scores, name) for run in runs]
-        if any(cells):
-            shown = ("-" if b is None else f"{b.value:.3f} ({b.low:.3f} to {b.high:.3f})" for b in cells)
-            rows.append([title, *shown])
-    return [*rows, ["questions", *(str(run.scores.get("n", "-")) for run in runs)]]
+    for name, title in METRICS.items():
+        bars = [_bar(run.scores, name) for run in runs]
+        if any(bars):
+            rows.append([title, *map(_cell, bars)])
+    counts = [str(run.scores.get("n", "-")) for run in runs]
+    return [*rows, ["questions", *counts]]
 
 
 def difference_rows(differences: dict[str, tuple[str, dict]]) -> list[list[str]]:
-    """Of each evaluation how much its main scores are above those of the first one; the first row is the head."""
+    """Returns how much the main scores of each evaluation are above those of the first; the first row is the head."""
     rows = [["", *OVERVIEW.values()]]
-    for name, (first, found) in differences.items():
-        cells = (found.get(metric) for metric in OVERVIEW)
-        shown = ("-" if m is None else f"{m['difference']:+.3f} ({m['low']:+.3f} to {m['high']:+.3f})" for m in cells)
-        rows.append([f"{name} minus {first}", *shown])
+    for name, (first_name, by_metric) in differences.items():
+        cells = [_difference_cell(by_metric.get(metric)) for metric in OVERVIEW]
+        rows.append([f"{name} minus {first_name}", *cells])
     return rows
 
 
 def kinds(run: Run) -> dict[str, list[Record]]:
-    """The predictions of an evaluation by how they turned out, the commonest kind first."""
-    found: dict[str, list[Record]] = {}
+    """Returns the predictions of an evaluation by how they turned out, the commonest kind first."""
+    by_kind: dict[str, list[Record]] = {}
     for line in run.predictions:
-        found.setdefault(kind_of(line), []).append(line)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+        by_kind.setdefault(kind_of(line), []).append(line)
+    return dict(sorted(by_kind.items(), key=lambda pair: -len(pair[1])))
 
 
 def kind_rows(kinds: dict[str, list[Record]]) -> list[list[str]]:
-    """How many answers are of each kind, and their share of the questions that count in the scores; the first row is
-    the head."""
-    whole = sum(len(lines) for kind, lines in kinds.items() if kind != FAILED)
+    """Returns how many answers are of each kind, and their share of the questions that count in the scores.
+
+    The first row is the head.
+    """
+    counted = sum(len(lines) for kind, lines in kinds.items() if kind != FAILED)
     rows = [["", "answers", "share"]]
     for kind, lines in kinds.items():
-        share = "-" if kind == FAILED else f"{len(lines) / whole:.1%}"
+        share = "-" if kind == FAILED else f"{len(lines) / counted:.1%}"
         rows.append([kind, str(len(lines)), share])
     return rows
 
 
 def kind_of(line: Record) -> str:
-    """What a line of predictions.jsonl is an example of."""
+    """Returns the kind of answer that a line of predictions.jsonl is an example of."""
     if "failure" in line:
         return FAILED
     if line.number("em") == 1:
         return RIGHT
-    if (finish := line.text("finish")) != "answered":
-        return {"cut_off": "cut off before an answer", "malformed": "malformed"}.get(finish, finish)
+    finish = line.text("finish")
+    if finish == "cut_off":
+        return "cut off before an answer"
+    if finish != "answered":
+        return finish
     recall = line.number("recall", None)
     if recall is None:
         return "wrong"
     if recall == 1:
         return "wrong, although all gold paragraphs were found"
-    return "wrong, with some gold paragraphs found" if recall else "wrong, without a gold paragraph"
+    if recall:
+        return "wrong, with some gold paragraphs found"
+    return "wrong, without a gold paragraph"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from r3lite.reports.chart import Chart, Line, Lines
 from r3lite.reports.run import Run
 
-MOST_FAULTS = 6  # the most that can be distinguished
+MAX_FAULTS = 6  # that can be distinguished
 EVERY = "*"  # in a metric's name: any one word, which becomes the label
 
 
@@ -72,66 +72,89 @@ PANELS = {
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """The charts by section, those of each command apart: a loss of SFT is not one of reinforcement learning.
+    """Returns the charts by section, those of each command by themselves: a loss of SFT is not one of RL.
 
     One run has a colour for each metric; several have one for each run, and dashes.
     """
     trained = [run for run in runs if run.metrics]
     commands = list(dict.fromkeys(run.command for run in trained))
-    found: dict[str, list[Chart]] = {}
+    by_section: dict[str, list[Chart]] = {}
     for command in commands:
-        some = [run for run in trained if run.command == command]
+        of_command = [run for run in trained if run.command == command]
         for section, panels in PANELS.items():
-            made = [_chart(panel, some) for panel in panels]
-            made += [_faults(some)] if section == "Outputs" else []
+            drawn = [_chart(panel, of_command) for panel in panels]
+            if section == "Outputs":
+                drawn.append(_faults(of_command))
             if len(commands) > 1:
                 section = f"{command}: {section[0].lower()}{section[1:]}"
-                made = [replace(chart, name=f"{command}-{chart.name}") for chart in made]
-            found[section] = [chart for chart in made if chart.lines]
-    return found
+                drawn = [replace(chart, name=f"{command}-{chart.name}") for chart in drawn]
+            by_section[section] = [chart for chart in drawn if chart.lines]
+    return by_section
 
 
 def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
-    metrics = _named(panel, runs)
+    metrics = _metrics_of(panel, runs)
     lines = []
     for i, run in enumerate(runs):
+        style = _Style(i, run.name, alone=len(runs) == 1, one_metric=len(metrics) == 1)
         for k, (name, label) in enumerate(metrics.items()):
             rows = [row for row in run.metrics if name in row]
+            steps = [row["step"] for row in rows]
             ys = [row[name] if isinstance(row[name], (int, float)) else None for row in rows]
             if any(y is not None for y in ys):  # the run has it, not just another one
-                lines.append(_line(run, i, label, k, [row["step"] for row in rows], ys, runs, len(metrics)))
-        if panel.name == "memory" and (planned := run.summary.get("planned_memory_mib")):
+                lines.append(style.line(k, label, steps, ys))
+        planned = run.summary.get("planned_memory_mib")
+        if panel.name == "memory" and planned:
             ends = [run.metrics[0]["step"], run.metrics[-1]["step"]]
-            lines.append(_line(run, i, "planned", 1, ends, [planned] * 2, runs, 2))
+            lines.append(replace(style, one_metric=False).line(1, "planned", ends, [planned, planned]))
     return Lines(panel.name, panel.title, panel.unit, lines, log=panel.log)
 
 
-def _line(run: Run, i: int, label: str, k: int, xs: list, ys: list, runs: Sequence[Run], metrics: int) -> Line:
-    if len(runs) == 1:
-        return Line(label, xs, ys, colour=k, dash=k)
-    return Line(run.name if metrics == 1 else f"{run.name}: {label}", xs, ys, colour=i, dash=k)
+@dataclass(frozen=True)
+class _Style:
+    """Draws the lines of one run: alone, each metric has a colour; among several runs, each run has one."""
+
+    number: int  # of the run
+    name: str
+    alone: bool
+    one_metric: bool
+
+    def line(self, metric: int, label: str, xs: list, ys: list) -> Line:
+        """Returns the line of the metric with this number."""
+        if self.alone:
+            return Line(label, xs, ys, colour=metric, dash=metric)
+        label = self.name if self.one_metric else f"{self.name}: {label}"
+        return Line(label, xs, ys, colour=self.number, dash=metric)
 
 
-def _named(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
-    """The metrics of a panel that some run has, those with a * by all names there are."""
-    known = dict.fromkeys(name for run in runs for row in run.metrics for name in row if row[name] is not None)
-    found = {}
+def _metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the metrics of a panel that some run has, by name with a label each, a * standing for any word."""
+    logged: dict[str, None] = {}  # in the order of the logs
+    for run in runs:
+        for row in run.metrics:
+            logged |= dict.fromkeys(name for name, value in row.items() if value is not None)
+    labels = {}
     for pattern, label in panel.metrics.items():
-        for name in known:
-            if match := re.fullmatch(pattern.replace(EVERY, "([^/]*)"), name):
-                found[name] = label or match[1].replace("_", " ")
-    return found
+        for name in logged:
+            match = re.fullmatch(pattern.replace(EVERY, "([^/]*)"), name)
+            if match:
+                labels[name] = label or match[1].replace("_", " ")
+    return labels
 
 
 def _faults(runs: Sequence[Run]) -> Lines:
-    """The share of steps with each of the commonest faults, by round."""
-    counted = sum((count for run in runs for count in run.faults.values()), Counter())
-    kinds = [kind for kind, _ in counted.most_common(MOST_FAULTS)]
+    """Returns the share of steps with each of the commonest faults, by round."""
+    total: Counter = Counter()
+    for run in runs:
+        for counts in run.faults.values():
+            total += counts
+    kinds = [kind for kind, _ in total.most_common(MAX_FAULTS)]
     lines = []
     for i, run in enumerate(runs):
+        style = _Style(i, run.name, alone=len(runs) == 1, one_metric=False)
         rounds = [number for number in sorted(run.faults) if run.steps[number]]
         for k, kind in enumerate(kinds):
-            ys = [run.faults[number][kind] / run.steps[number] for number in rounds]
-            if any(ys):
-                lines.append(_line(run, i, kind.replace("_", " "), k, rounds, ys, runs, len(kinds) + 1))
+            shares = [run.faults[number][kind] / run.steps[number] for number in rounds]
+            if any(shares):
+                lines.append(style.line(k, kind.replace("_", " "), rounds, shares))
     return Lines("faults", "Steps with a fault", "share", lines)

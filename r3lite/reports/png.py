@@ -17,7 +17,7 @@ def check() -> None:
 
 
 def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    """Writes each chart as <name>.png, white, 200 dots an inch; where they are."""
+    """Writes each chart as <name>.png, white, 200 dots an inch, and returns the paths."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,20 +39,27 @@ def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
 def _lines(chart: Lines, axes) -> None:
     for line in chart.lines:
         points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
-        style = {"color": colour(line.colour), "linestyle": DASHES[line.dash % len(DASHES)]}
-        axes.plot(*zip(*points, strict=True), label=line.label, linewidth=1.3, **style)
-    if chart.log and all(y > 0 for line in chart.lines for y in line.known):
+        axes.plot(
+            *zip(*points, strict=True),
+            label=line.label,
+            linewidth=1.3,
+            color=colour(line.colour),
+            linestyle=DASHES[line.dash % len(DASHES)],
+        )
+    if chart.log and all(min(line.values, default=1.0) > 0 for line in chart.lines):
         axes.set_yscale("log")
     axes.set_xlabel("step")
 
 
 def _bars(chart: Bars, axes) -> None:
-    wide = 0.8 / len(chart.series)
+    width = 0.8 / len(chart.series)
     for k, (label, series) in enumerate(chart.series.items()):
-        known = [(i + (k + 0.5) * wide - 0.4, bar) for i, bar in enumerate(series) if bar is not None]
-        places, heights = [x for x, _ in known], [bar.value for _, bar in known]
-        axes.bar(places, heights, wide * 0.9, label=label, color=colour(k))
-        for x, bar in known:
+        offset = (k + 0.5) * width - 0.4
+        bars = [(i + offset, bar) for i, bar in enumerate(series) if bar is not None]
+        places = [x for x, _ in bars]
+        heights = [bar.value for _, bar in bars]
+        axes.bar(places, heights, width * 0.9, label=label, color=colour(k))
+        for x, bar in bars:
             if bar.low is not None and bar.high is not None:
                 axes.plot([x, x], [bar.low, bar.high], color="black", linewidth=0.8)
     axes.set_xticks(range(len(chart.groups)), chart.groups, fontsize=8)

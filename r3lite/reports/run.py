@@ -14,11 +14,15 @@ from r3lite.core.invocation import load_toml
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
-METRICS, EPISODES, PREDICTIONS = "metrics.jsonl", "episodes.jsonl", "predictions.jsonl"
-SCORES, SUMMARY, CONFIG = "scores.json", "summary.json", "config.toml"
+METRICS = "metrics.jsonl"
+EPISODES = "episodes.jsonl"
+PREDICTIONS = "predictions.jsonl"
+SCORES = "scores.json"
+SUMMARY = "summary.json"
+CONFIG = "config.toml"
 TRACES = (METRICS, SCORES, PREDICTIONS)  # a folder with one of them is a run's
 REMEDY = "Pass a run folder, an evaluation folder, or a folder that contains some."
-KEPT = 32  # episodes that are shown of the first round, and of the last
+MAX_EPISODES = 32  # that are shown of the first round, and of the newest
 
 
 @dataclass
@@ -33,13 +37,14 @@ class Run:
     summary: dict = field(default_factory=dict)
     scores: dict = field(default_factory=dict)
     predictions: list[Record] = field(default_factory=list)
-    shown: dict[int, list[Record]] = field(default_factory=dict)  # episodes of the first round, and of the newest
+    episodes: dict[int, list[Record]] = field(default_factory=dict)  # of the first round, and of the newest
     faults: dict[int, Counter] = field(default_factory=dict)  # by round: how many steps have each fault
     steps: dict[int, int] = field(default_factory=dict)  # by round: how many steps there are
     notes: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
+        """True if the run has come to its end."""
         return bool(self.summary or self.scores)
 
     @property
@@ -48,11 +53,12 @@ class Run:
         if self.scores:
             return f"{self.command or 'evaluate'}, {self.scores.get('n', '?')} questions"
         steps = max((row["step"] for row in self.metrics), default=0)
-        return f"{self.command or 'unknown command'}, {steps} steps" + ("" if self.complete else ", not complete")
+        label = f"{self.command or 'unknown command'}, {steps} steps"
+        return label if self.complete else f"{label}, not complete"
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """The runs of folders, and of the folders in those that are no run's themselves, such as quickstart's.
+    """Returns the runs of folders, and of the folders in those that are no run's themselves, such as quickstart's.
 
     Raises R3LiteError for a path that holds none.
     """
@@ -60,45 +66,53 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise R3LiteError(f"{path} is not a folder", REMEDY, code="not-a-folder")
-        found = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=began)
-        if not found:
+        run_folders = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=start_of)
+        if not run_folders:
             raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
-        folders += found
+        folders += run_folders
     folders = list(dict.fromkeys(folders))
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
 
 
 def is_run(folder: Path) -> bool:
+    """Returns whether a folder is a run's."""
     return any((folder / name).is_file() for name in (*TRACES, CONFIG))
 
 
-def began(folder: Path) -> tuple[float, str]:
-    """When a run began, by the settings that are written first; and the name."""
+def start_of(folder: Path) -> tuple[float, str]:
+    """Returns when a run began, by the settings that are written first, and its name."""
     config = folder / CONFIG
-    return (config if config.exists() else folder).stat().st_mtime, folder.name
+    dated = config if config.exists() else folder
+    return dated.stat().st_mtime, folder.name
 
 
 def names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths that differ from each other."""
+    """Returns the shortest ends of the paths that differ from each other."""
     resolved = [folder.resolve() for folder in folders]
-    for parts in range(1, max((len(folder.parts) for folder in resolved), default=0) + 1):
-        found = ["/".join(folder.parts[-parts:]) for folder in resolved]
-        if len(set(found)) == len(found):
-            return found
+    depth = max((len(folder.parts) for folder in resolved), default=0)
+    for count in range(1, depth + 1):
+        ends = ["/".join(folder.parts[-count:]) for folder in resolved]
+        if len(set(ends)) == len(ends):
+            return ends
     return [str(folder) for folder in resolved]
 
 
 def read_run(folder: Path, name: str) -> Run:
+    """Reads what there is of a run."""
     run = Run(name, folder)
     if (folder / CONFIG).exists():
-        tables = {key: value for key, value in load_toml(folder / CONFIG).items() if isinstance(value, dict)}
-        run.command, run.settings = next(iter(tables.items()), ("", {}))
+        tables = [(key, value) for key, value in load_toml(folder / CONFIG).items() if isinstance(value, dict)]
+        if tables:
+            run.command, run.settings = tables[0]
         run.name = with_baseline(name, run.settings)
     for key, file in (("summary", SUMMARY), ("scores", SCORES)):
         if (folder / file).exists():
             setattr(run, key, read_record(folder / file, "Delete or restore the file.").values)
-    of_step = {row.values["step"]: row.values for row in lines(run, METRICS) if isinstance(row.values.get("step"), int)}
-    run.metrics = [of_step[step] for step in sorted(of_step)]
+    rows_by_step = {}
+    for row in lines(run, METRICS):
+        if isinstance(row.values.get("step"), int):
+            rows_by_step[row.values["step"]] = row.values
+    run.metrics = [rows_by_step[step] for step in sorted(rows_by_step)]
     run.predictions = list(lines(run, PREDICTIONS))
     for row in lines(run, EPISODES):
         _take(run, row)
@@ -106,8 +120,10 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def lines(run: Run, file: str) -> Iterator[Record]:
-    """The lines of a file of the run, none if it is not there. One that cannot be read, as the last one of a run that
-    was killed or is just writing, is left out, and that is noted."""
+    """Yields the lines of a file of the run, none if it is not there.
+
+    One that cannot be read, as the last one of a run that was killed or is just writing, is left out and noted.
+    """
     if not (run.folder / file).exists():
         return
     bad: list[InvalidRecord] = []
@@ -118,11 +134,14 @@ def lines(run: Run, file: str) -> Iterator[Record]:
 
 def _take(run: Run, row: Record) -> None:
     """Counts an episode's faults, and keeps it if it is of the first round or the newest."""
-    number, steps = row.whole("step", 0), row.records("steps", ())
-    run.faults.setdefault(number, Counter()).update(fault for step in steps for fault in step.texts("faults", ()))
+    number = row.whole("step", 0)
+    steps = row.records("steps", ())
+    faults = run.faults.setdefault(number, Counter())
+    for step in steps:
+        faults.update(step.texts("faults", ()))
     run.steps[number] = run.steps.get(number, 0) + len(steps)
-    if number not in run.shown and len(run.shown) > 1:
-        run.shown.popitem()  # no longer the newest
-    shown = run.shown.setdefault(number, [])
-    if len(shown) < KEPT:
-        shown.append(row)
+    if number not in run.episodes and len(run.episodes) > 1:
+        run.episodes.popitem()  # no longer the newest
+    of_round = run.episodes.setdefault(number, [])
+    if len(of_round) < MAX_EPISODES:
+        of_round.append(row)

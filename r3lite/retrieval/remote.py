@@ -28,7 +28,7 @@ class Poster(Link):
     """Posts JSON to one address, and tries again if that may help. One that has answered may be away for a minute."""
 
     def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None):
-        super().__init__(address, remedy, seconds=TIMEOUT, most=LARGEST, headers=headers)
+        super().__init__(address, remedy, seconds=TIMEOUT, max_bytes=LARGEST, headers=headers)
         self._tries = TRIES
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:

@@ -99,7 +99,7 @@ def score(
     if None in by_name.values():
         return None
     steps = [0.0] * len(episode.steps)
-    for step_rewards in by_name.values():
+    for step_rewards in by_name.values():  # in the order of `rewards_of`: another one would change the last bits
         steps = [total + reward for total, reward in zip(steps, step_rewards, strict=True)]
     totals = {name: sum(step_rewards) for name, step_rewards in by_name.items()}
     parts = {name: totals[name] for name in ALWAYS} | totals

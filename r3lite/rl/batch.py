@@ -85,14 +85,14 @@ class Batch:
     def of(rollouts: list[Rollout]) -> "Batch":
         """Pads rollouts to a batch, a row each, in their order."""
         records = [rollout.record for rollout in rollouts]
-        mask = pad_sequence([torch.tensor(record.action_mask) for record in records], batch_first=True)
+        mask = _padded([record.action_mask for record in records])
         logprobs = list(chain.from_iterable(record.logprobs for record in records))
         values = list(chain.from_iterable(record.values for record in records))
         off_policy = None
         if any(rollout.off_policy for rollout in rollouts):
             off_policy = torch.tensor([rollout.off_policy for rollout in rollouts])
         return Batch(
-            tokens=pad_sequence([torch.tensor(record.tokens) for record in records], batch_first=True),
+            tokens=_padded([record.tokens for record in records]),
             action_mask=mask,
             logprobs=_scattered(torch.tensor(logprobs, dtype=torch.float32), mask),
             values=_scattered(torch.tensor(values, dtype=torch.float32), mask),
@@ -156,8 +156,7 @@ class Batch:
         goes with the row before it, which is of its group.
         """
         if by_group:
-            group_rows = [torch.nonzero(self.groups == group)[:, 0] for group in self.groups.unique()]
-            units = [rows.tolist() for rows in group_rows]
+            units = [self._rows_of_group(group) for group in self.groups.unique()]
         else:
             units = [[row] for row in range(len(self))]
         random.Random(seed).shuffle(units)
@@ -171,9 +170,17 @@ class Batch:
         cuts = [len(parts) * i // steps for i in range(steps + 1)]
         return [list(chain.from_iterable(parts[start:end])) for start, end in pairwise(cuts)]
 
+    def _rows_of_group(self, group: Tensor) -> list[int]:
+        return torch.nonzero(self.groups == group)[:, 0].tolist()
+
     def spread(self, x: Tensor) -> Tensor:
         """Returns x [N], numbers of the action tokens in row-major order, as a tensor [B, T] with 0 elsewhere."""
         return _scattered(x, self.action_mask)
+
+
+def _padded(rows: list[list]) -> Tensor:
+    """Rows of numbers, padded on the right to [B, T]."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _scattered(x: Tensor, mask: Tensor) -> Tensor:

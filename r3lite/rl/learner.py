@@ -85,8 +85,9 @@ class Learner:
             if not self.budget.accepts(kl, error):
                 return dict(self.budget.metrics)
         batch = self.algorithm.with_advantages(batch)
-        scaled = settings.negative_advantage_scale * batch.advantages
-        batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
+        advantages = batch.advantages
+        scaled = settings.negative_advantage_scale * advantages
+        batch = replace(batch, advantages=torch.where(advantages < 0, scaled, advantages))
         step_sums: list[Sums] = []  # of each optimizer step
         first_epoch_ratios: list[Tensor] = []  # [2, N] of each optimizer step of the first epoch, see `loss`
         norms: list[float] = []

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+TokenLoss = tuple[Tensor, dict[str, Tensor]]  # a loss [N], and metrics [N] by name
 Sums = dict[str, Tensor | int]
 OFF_POLICY = "off_policy/"
 GUIDED = "teacher/"
@@ -26,7 +27,7 @@ def clipped_surrogate(
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> TokenLoss:
     """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log-ratio).
 
     Returns the loss, and as booleans the tokens whose gradient the clip removes: below (A < 0) and above (A > 0).

@@ -175,7 +175,8 @@ class ReplayBuffer:
         for place, (question, experience) in enumerate(self.questions.items()):
             successes = []
             for i, success in enumerate(experience.successes):
-                successes.append({"reward": success.reward, "round": success.round, "signal": success.signal})
+                fields = {"reward": success.reward, "round": success.round, "signal": success.signal}
+                successes.append(fields)
                 for name in ARRAYS:
                     tensors[f"{place}.{i}.{name}"] = torch.from_numpy(getattr(success.record, name))
             questions.append({"id": question, "rate": experience.rate, "successes": successes})
@@ -203,7 +204,8 @@ class ReplayBuffer:
                 signal = success.number("signal", None)  # checkpoints of earlier versions have none
                 reward = success.number("reward")
                 number = success.whole("round")
-                successes.append(Success(TokenRecord(**arrays), reward=reward, round=number, signal=signal))
+                token_record = TokenRecord(**arrays)
+                successes.append(Success(token_record, reward=reward, round=number, signal=signal))
             rate = question.number("rate", low=0, high=1)
             questions[question.text("id")] = Experience(rate, tuple(successes))
         self.questions = questions

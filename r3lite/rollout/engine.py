@@ -25,7 +25,7 @@ from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
@@ -181,7 +181,7 @@ class Engine:
             layout = self.layout_of(sequence)
             turn_is_over = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(layout.readable(sequence, turn_is_over), turn_is_over)
+                sequence.listener.hear(layout.text.readable(sequence, turn_is_over), turn_is_over)
             if turn_is_over:
                 self._close_turn(sequence)
                 self._free_or_park(sequence, scheduler, fetcher=fetcher, on_finish=on_finish)

@@ -23,7 +23,7 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.core.terminal import printable
 from r3lite.llm.http_client import Link, Unanswered, WrongReply
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import (
     AdapterFiles,

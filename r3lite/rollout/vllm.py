@@ -18,7 +18,7 @@ from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, shown
 from r3lite.llm.http_client import Link, Unanswered, WrongReply
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import AdapterFiles, Ticket, log_probabilities, whole_numbers

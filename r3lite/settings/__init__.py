@@ -9,14 +9,26 @@ import math
 from typing import ClassVar
 
 from r3lite.core.needs import NeedsOthers, names_of
-from r3lite.settings.conditions import loads_model
-
-from r3lite.settings.commands import (  # isort: skip
-    AskSettings, CardSettings, CheckFormatSettings, CollectSettings, DoctorSettings, EvaluateSettings, ExportSettings,
-    PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
-    SftSettings, TeacherCacheSettings, TuningSettings,
-)  # fmt: skip
+from r3lite.settings.commands import (
+    AskSettings,
+    CardSettings,
+    CheckFormatSettings,
+    CollectSettings,
+    DoctorSettings,
+    EvaluateSettings,
+    ExportSettings,
+    PlanSettings,
+    PrepareSettings,
+    ProcedureFileSettings,
+    QuickstartSettings,
+    ReportSettings,
+    RetrieveSettings,
+    SftSettings,
+    TeacherCacheSettings,
+    TuningSettings,
+)
 from r3lite.settings.common import CommandConfig, Common
+from r3lite.settings.conditions import loads_model
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings

@@ -149,7 +149,9 @@ class History:
             score = score_text(self.candidates[round.best].scores[self.metric])
             line = f"{round.number:<7}{len(candidates):>8}{rejected:>10}{round.best:>6}   {score:<24}{gain}"
             lines.append(line.rstrip())
-        lines += [f"rejected: {c.id}, from {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
+        for candidate in self.candidates:
+            if candidate.rejected:
+                lines.append(f"rejected: {candidate.id}, from {candidate.parent}: {candidate.rejected}")
         return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.memory.plan import Plan
 from r3lite.training import state
+from tests.errors import raises
 
 EXACT, HALF = Precision(torch.float32, CPU), Precision(torch.float16, CPU)
 
@@ -88,7 +89,7 @@ def test_what_earlier_checks_left_on_a_card_is_dropped_before_measuring(monkeypa
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50 << 20)
     clear = functools.partial(done.append, "workspaces")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    assert runs._left_on_card() == 50 << 20
+    assert runs._occupied_card() == 50 << 20
     assert done == ["workspaces", "empty_cache", "reset_peak_memory_stats"]
 
 
@@ -96,7 +97,7 @@ def test_what_stays_there_is_granted_and_not_planned_with(monkeypatch):
     """The plan used that room for the run itself, and memory ran out: 1,030 MiB were planned for 1,071 in all."""
     enforced, stays, run = [], 50 << 20, runs._run
     monkeypatch.setattr(runs, "enforce", lambda plan, device: enforced.append(plan.budget))
-    monkeypatch.setattr(runs, "_left_on_card", lambda: stays)
+    monkeypatch.setattr(runs, "_occupied_card", lambda: stays)
     monkeypatch.setattr(runs, "_run", lambda flags, **more: run(["--preset", "tiny", *flags[4:]], **more))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(runs, "whole_card", contextlib.nullcontext)
@@ -146,7 +147,7 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):
     monkeypatch.setattr(command.Command, "__call__", lambda *_: 1)
-    with pytest.raises(R3LiteError, match="status 1"):
+    with raises(R3LiteError, "command-failed", "1"):
         runs.train(tmp_path, [])
     monkeypatch.setattr(command.Command, "__call__", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):

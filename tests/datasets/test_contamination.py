@@ -2,14 +2,13 @@
 
 import json
 
-import pytest
-
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.sources import read_questions_of
 from r3lite.datasets.splits import new_questions, without
 from r3lite.settings import NewQuestionSettings, SourceSettings
 from r3lite.settings.data import SourceEntry
+from tests.errors import raises
 
 
 def asked(id, text):
@@ -48,5 +47,5 @@ def test_questions_of_trajectories_and_of_sources_are_left_out(tmp_path):
 
 
 def test_nothing_left_is_an_error(tmp_path):
-    with pytest.raises(R3LiteError, match="--exclude leaves no question"):
+    with raises(R3LiteError, "exclude-leaves-nothing"):
         without([asked("1", "Who?")], [write(tmp_path / "a.jsonl", {"question": "Who?"})])

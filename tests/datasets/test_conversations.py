@@ -10,6 +10,7 @@ from r3lite.datasets.conversations import LAYOUTS, declared, layout_of
 from r3lite.datasets.trajectories import Conversation, read_rows, row_from_json
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
+from tests.errors import raises
 
 FORMAT = build_protocol(ProtocolSettings())
 MESSAGES = {
@@ -159,7 +160,7 @@ def test_every_key_that_a_layout_declares_is_read(keys, row):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("unknown", ["trainable", "loss_weight", "name", "function_call", "refusal"])
 def test_a_key_of_a_message_that_is_not_known_is_refused_by_name(key, of, number, unknown):
-    with pytest.raises(InvalidRecord, match=rf"{key}\[{number}\].{unknown} is 0.5, but the key is unknown here"):
+    with raises(InvalidRecord, "unknown-row-key", key, "[", number, "].", unknown, "0.5"):
         read(of | {key: with_key(of[key], number, unknown, 0.5)})
 
 
@@ -217,7 +218,7 @@ def test_reasoning_content_is_a_thought():
     for content in ("", "<think>\na\n</think>\n\nb"):
         with pytest.raises(InvalidRecord, match=r"messages\[2\].reasoning_content needs a content that is not blank"):
             said({"messages": with_key(reasoned["messages"], 2, "content", content)})
-    with pytest.raises(InvalidRecord, match=r"messages\[1\].reasoning_content is 'x', but the key is unknown"):
+    with raises(InvalidRecord, "unknown-row-key", "messages[1].reasoning_content", "x"):
         said({"messages": with_key(MESSAGES["messages"], 1, "reasoning_content", "x")})
 
 

@@ -10,6 +10,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl
 from r3lite.datasets.qa import read_questions
+from tests.errors import raises
 from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI, write
 
 
@@ -205,7 +206,7 @@ def test_a_cut_array_is_never_taken_for_a_whole_one(tmp_path):
 
 
 def test_a_file_without_questions_is_refused(tmp_path):
-    with pytest.raises(R3LiteError, match="no usable question"):
+    with raises(R3LiteError, "no-usable-questions"):
         read_questions(write(tmp_path / "a.json", [], array=True))
 
 
@@ -287,7 +288,7 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(R3LiteError, match="no such file"):
+    with raises(R3LiteError, "data-absent"):
         read_questions("no/such/file.json")
 
 

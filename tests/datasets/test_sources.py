@@ -23,6 +23,7 @@ from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
 from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.data import SourceEntry
+from tests.errors import raises
 
 GLAIVE = {
     "system": 'SYSTEM: You may call: {"name": "rate", "parameters": {}}',
@@ -180,14 +181,14 @@ def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, k
 
 def test_a_file_that_is_not_there_is_told_with_its_source():
     mixture = SourceSettings((SourceEntry("nowhere.jsonl=2"),))
-    with pytest.raises(R3LiteError, match="the source nowhere: nowhere"):
+    with raises(R3LiteError, "bad-source", "nowhere"):
         questions(mixture)
     assert missing_of(DataSettings(), mixture) == "nowhere.jsonl"
 
 
 def test_a_source_that_is_held_out_whole_is_told():
     """It was told that no row fits into --max-length."""
-    with pytest.raises(R3LiteError, match="the source b has no rows left to train on: all are held out"):
+    with raises(R3LiteError, "source-all-held-out", "b"):
         encode_rows_of({"a": [Conversation("1", ())], "b": []}, {})
 
 
@@ -196,7 +197,7 @@ def test_without_sources_there_is_no_mixture():
 
 
 def test_data_beside_sources_are_refused():
-    with pytest.raises(UsageError, match="--data and \\[\\[sources\\]\\] are both given"):
+    with raises(UsageError, "data-and-sources"):
         entries_of(DataSettings("x.jsonl"), SourceSettings((SourceEntry("a.jsonl"),)))
 
 

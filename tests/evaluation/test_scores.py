@@ -6,6 +6,7 @@ from r3lite.core.episode import ANSWERED, MALFORMED, Document, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source
 from r3lite.evaluation.scores import FULL_RECALL_EM, MEANS, METRICS, Marks, combined, scores, scores_by, summary
+from tests.errors import raises
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 
@@ -158,7 +159,7 @@ def test_a_question_whose_retriever_failed_counts_in_no_score():
     assert found == scores(known)
     assert (found["n"], found["em"]["value"], found["retrieval_recall"]["value"]) == (3, pytest.approx(2 / 3), 0.5)
     assert list(scores_by(lambda m: m.type, [*known, lost])) == ["a"]
-    with pytest.raises(R3LiteError, match="the retriever failed on every question: timed out"):
+    with raises(R3LiteError, "retriever-failed", "timed out"):
         scores([lost])
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Request
+from tests.errors import raises
 from tests.marks import ASK, MARK, ask, read_mark
 
 
@@ -72,5 +73,5 @@ def test_a_damaged_file_is_no_reply_and_is_named(gemini, client, said, tmp_path,
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_cache_that_cannot_be_a_folder_stops_before_anything_is_paid(client, tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(R3LiteError, match="is not a folder"):
+    with raises(R3LiteError, "not-a-folder"):
         client(tmp_path / name)

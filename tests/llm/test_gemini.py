@@ -9,6 +9,7 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Request
+from tests.errors import raises
 from tests.marks import ASK, MARK, Mark, ask, read_mark
 
 
@@ -209,14 +210,14 @@ def test_the_key_comes_from_either_variable(gemini, client, said, monkeypatch, n
 
 def test_a_missing_key_stops_at_once(client, monkeypatch):
     monkeypatch.delenv("GOOGLE_API_KEY")
-    with pytest.raises(R3LiteError, match="GOOGLE_API_KEY"):
+    with raises(R3LiteError, "gemini-key-missing"):
         client()
 
 
 def test_a_key_that_cannot_be_sent_is_refused_unshown(client, monkeypatch):
     """The error of a header that cannot be sent would show it."""
     monkeypatch.setenv("GOOGLE_API_KEY", "secret\nkey")
-    with pytest.raises(R3LiteError, match="has invalid characters") as error:
+    with raises(R3LiteError, "key-malformed") as error:
         client()
     assert "secret" not in str(error.value)
 
@@ -228,7 +229,7 @@ def test_a_key_in_a_reply_is_kept_nowhere(gemini, client, said, answers, tmp_pat
 
 
 def test_an_address_that_cannot_be_reached_by_any_request_stops_at_once(client):
-    with pytest.raises(R3LiteError, match="invalid address"):
+    with raises(R3LiteError, "bad-address"):
         client(judge_base_url="http://\u2603\ufe0f\u2764.x").generate(ASK)
 
 

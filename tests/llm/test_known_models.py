@@ -1,10 +1,9 @@
 """Prices and ways of thinking, by the names of models."""
 
-import pytest
-
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.limits import prices_of
 from r3lite.settings import JudgeSettings
+from tests.errors import raises
 
 
 def test_known_and_given_prices():
@@ -15,5 +14,5 @@ def test_known_and_given_prices():
 
 def test_a_model_without_a_price_is_not_free():
     assert prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0)) is None
-    with pytest.raises(R3LiteError, match="the price of x, which is not known"):
+    with raises(R3LiteError, "price-unknown", "x"):
         prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0, judge_max_cost=1.0))

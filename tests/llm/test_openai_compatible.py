@@ -13,6 +13,7 @@ from r3lite.llm.client import Client, Request
 from r3lite.llm.openai_compatible import closed
 from r3lite.rewards.judge import build_judge, judge_prompt
 from r3lite.settings import JudgeSettings
+from tests.errors import raises
 from tests.marks import ASK, ask
 
 KEY = "sk-secret-0123456789"
@@ -214,7 +215,7 @@ def test_a_server_of_ones_own_needs_no_key(server, asked, monkeypatch):
     server.says(said('{"mark": 1}'))
     assert asked().generate(ASK).value.mark == 1
     assert "authorization" not in {name.lower() for name in server.requests[0][1]}
-    with pytest.raises(R3LiteError, match="OPENAI_API_KEY is not set"):
+    with raises(R3LiteError, "openai-key-missing"):
         asked(judge_base_url=None)
 
 
@@ -260,5 +261,5 @@ def test_a_judge_judges_by_it(server, tmp_path):
 
 
 def test_the_model_of_such_a_server_must_be_named():
-    with pytest.raises(UsageError, match="--judge-model is missing"):
+    with raises(UsageError, "judge-model-missing"):
         JudgeSettings(judge="openai").check()

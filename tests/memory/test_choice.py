@@ -16,6 +16,7 @@ from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes
+from tests.errors import raises
 
 TARGETS = LoraSettings().lora_targets
 
@@ -146,7 +147,7 @@ def test_a_budget_is_read(text, size):
 
 @pytest.mark.parametrize("text", ["4", "GiB", "four GiB", "-1GiB", "0MiB", "4GiBs", "4 KiB", "nanGiB", "infGiB", ""])
 def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(UsageError, match="is not an amount of memory: write it as 4GiB"):
+    with raises(UsageError, "bad-memory-size"):
         budget_bytes(text)
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from r3lite.core.errors import R3LiteError
 from r3lite.models.bert import load_bert, load_bert_scorer
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_roberta_counts_positions_from_the_place_after_padding(tmp_path, padding
     ours = load_bert(tmp_path)(ids, real)
     expected = theirs(ids, real.long()).last_hidden_state
     assert (ours - expected)[real].abs().max() < 1e-5
-    with pytest.raises(R3LiteError, match="model_type is 'roberta'; only 'bert' is supported"):
+    with raises(R3LiteError, "bert-unsupported", "model_type", "roberta", "bert"):
         load_bert_scorer(tmp_path)
 
 
@@ -125,14 +126,14 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder):
         with pytest.raises(R3LiteError, match=words):
             load_bert(folder)
     (folder / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(R3LiteError, match="cannot be read"):
+    with raises(R3LiteError, "tensors-unreadable"):
         load_bert(folder)
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(R3LiteError, match="is a pipe"):
+    with raises(R3LiteError, "not-a-file", "pipe"):
         load_bert(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(R3LiteError, match=r"no model\.safetensors"):
+    with raises(R3LiteError, "weights-absent"):
         load_bert(folder)
 
 

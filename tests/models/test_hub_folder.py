@@ -10,6 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 from r3lite.core.errors import R3LiteError
 from r3lite.models import hub_folder
 from r3lite.models.weights import resolve_folder
+from tests.errors import raises
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = json.dumps({"weight_map": dict(zip("xy", SHARDS, strict=True))})
@@ -83,7 +84,7 @@ def test_offline_only_weights_must_be_there(hub, repository):
 
 def test_offline_a_missing_shard_is_named(hub):
     hub(TWO, cached=["config.json", "model.safetensors.index.json", SHARDS[0]])
-    with pytest.raises(R3LiteError, match=f"could not be downloaded: {SHARDS[1]} is missing") as error:
+    with raises(R3LiteError, "model-absent", SHARDS[1], "is missing") as error:
         resolve_folder("me/model")
     assert error.value.remedy == hub_folder.REMEDY
 

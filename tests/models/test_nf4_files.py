@@ -13,6 +13,7 @@ from r3lite.models.config_file import read_config
 from r3lite.models.lora import add_adapter, remove_adapter
 from r3lite.models.saving import save_nf4
 from r3lite.models.weights import load_model
+from tests.errors import raises
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64
@@ -51,7 +52,7 @@ def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_
         narrow(IDS).dtype == torch.bfloat16 and narrow.model.layers[0].mlp.up_proj.absmax_scale.dtype == torch.float32
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    with pytest.raises(R3LiteError, match="already exists"):
+    with raises(R3LiteError, "output-exists"):
         save_nf4(model, folder, out)
     save_nf4(again, out, tmp_path / "copy")  # from one to the next
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()

@@ -12,6 +12,7 @@ from r3lite.models.lora import add_adapter
 from r3lite.models.saving import save_merged, write_weights
 from r3lite.models.tensor_files import read_tensors
 from r3lite.models.weights import load_model
+from tests.errors import raises
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -31,7 +32,7 @@ def test_a_merged_checkpoint_has_the_sources_files_and_the_published_names(small
     again = load_model(out, torch.float32, "cpu")
     assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    with pytest.raises(R3LiteError, match="already exists"):
+    with raises(R3LiteError, "output-exists"):
         save_merged(model, source, out)
 
 

@@ -18,6 +18,7 @@ from r3lite.models.config_file import read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
 from r3lite.models.saving import save_merged, save_nf4
 from r3lite.models.weights import fingerprint, load_model, model_config, resolve_folder
+from tests.errors import raises
 
 
 def shard(folder):
@@ -220,7 +221,7 @@ def test_wrong_tensors_are_named(small_model, write_folder, tmp_path, change, me
 
 
 def test_an_untied_model_needs_its_head(small_model, write_folder, tmp_path):
-    with pytest.raises(R3LiteError, match="missing tensor lm_head"):
+    with raises(R3LiteError, "weight-names", "missing", "lm_head"):
         load_model(write_folder(small_model(), tmp_path, tie_word_embeddings=False), torch.float32, "cpu")
 
 
@@ -256,14 +257,14 @@ def test_pickled_broken_and_absent_files_are_explained(small_model, write_folder
     folder = write_folder(small_model(), tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(R3LiteError, match=r"model\.safetensors cannot be read"):
+    with raises(R3LiteError, "tensors-unreadable", "model.safetensors"):
         load_model(folder, torch.float32, "cpu")
     file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(R3LiteError, match=r"only pickled weights \(pytorch_model\.bin\)"):
+    with raises(R3LiteError, "weights-absent", "only pickled weights (pytorch_model.bin"):
         load_model(folder, torch.float32, "cpu")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(R3LiteError, match=r"gone\.safetensors cannot be read"):
+    with raises(R3LiteError, "file-unreadable", "gone.safetensors"):
         load_model(folder, torch.float32, "cpu")
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(R3LiteError, match="weight_map is missing"):
@@ -276,9 +277,9 @@ def test_pickled_broken_and_absent_files_are_explained(small_model, write_folder
 def test_names_of_models(tmp_path, monkeypatch):
     assert resolve_folder(str(tmp_path)) == tmp_path
     assert resolve_folder("tiny").parts[-2:] == ("checkpoints", "tiny")
-    with pytest.raises(R3LiteError, match="no such model folder"):
+    with raises(R3LiteError, "model-absent"):
         resolve_folder(str(tmp_path / "gone"))
-    with pytest.raises(R3LiteError, match="no such model folder: nosuch"):
+    with raises(R3LiteError, "model-absent", "nosuch"):
         resolve_folder("nosuch")
 
 

@@ -4,9 +4,11 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.errors import raises
 from tests.protocols.test_tokenizer import rendered
 
 QUESTION = Question("q", "Who wrote it,\nand when?", ("Ada",))
@@ -102,9 +104,9 @@ def test_documents_are_cut_and_left_out_so_that_question_and_answer_have_room(to
 
 
 def test_without_room_for_a_document_it_is_no_rag(tokenizer):
-    with pytest.raises(R3LiteError, match="has no room for question q with a document"):
+    with raises(R3LiteError, "length-too-small", "q"):
         opened(tokenizer, "rag", max_length=250, max_new_tokens=40)
-    with pytest.raises(R3LiteError, match="leaves no room for an answer"):
+    with raises(R3LiteError, "prompt-too-long", "leaves no room for an answer"):
         opened(tokenizer, "rag", max_length=150)
 
 

@@ -6,6 +6,7 @@ from r3lite.core.episode import Document, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3, render_documents
 from r3lite.settings import ProtocolSettings
+from tests.errors import raises
 
 
 def test_documents_are_numbered_one_a_line():
@@ -54,7 +55,7 @@ def test_a_user_s_template_may_have_braces_of_its_own(tmp_path):
     path = tmp_path / "init.txt"
     path.write_text('Reply as {"a": {}} to {question}', encoding="utf-8")
     assert R3.load(ProtocolSettings(init_prompt=str(path))).opening("x") == 'Reply as {"a": {}} to x'
-    with pytest.raises(R3LiteError, match="cannot be read"):
+    with raises(R3LiteError, "prompt-unreadable"):
         R3.load(ProtocolSettings(step_prompt=str(tmp_path / "gone.txt")))
 
 

@@ -15,6 +15,7 @@ from r3lite.protocols.tags import FAULTS, FORGIVEN, SOLUTION, WORKING_OUT, Tags
 from r3lite.rewards.formats import valid_plan
 from r3lite.settings import ProtocolSettings
 from r3lite.settings.protocol import FORMATS
+from tests.errors import raises
 
 STRICT, LENIENT = (Tags("{question}", lenient=lenient) for lenient in (False, True))
 SOLVE, SOLVE_LENIENT = (
@@ -246,12 +247,12 @@ def test_the_tags_around_documents_are_settings(ends):
 
 @pytest.mark.parametrize("end", ["information", "<a b>", "<>", "<|im_end|>", "<search>", "</Answer>", "<r>\n"])
 def test_what_is_no_tag_of_its_own_is_refused(end):
-    with pytest.raises(R3LiteError, match="--information-close is"):
+    with raises(R3LiteError, "tag-invalid", "--information-close"):
         load(format="tags", information_close=end)
 
 
 def test_one_end_alone_of_the_tags_around_documents_is_refused():
-    with pytest.raises(R3LiteError, match="--information-open is <context>, but --information-close is"):
+    with raises(R3LiteError, "tags-differ", "<context>"):
         load(format="tags", information_open="<context>")
 
 
@@ -324,7 +325,7 @@ def test_prompts(tmp_path, name):
     (tmp_path / "mine.txt").write_text("Q: {question}")
     assert load(format=name, init_prompt=str(tmp_path / "mine.txt")).opening("x") == "Q: x"
     (tmp_path / "mine.txt").write_text("Q: {question} {step}")
-    with pytest.raises(R3LiteError, match="placeholders"):
+    with raises(R3LiteError, "prompt-placeholders"):
         load(format=name, init_prompt=str(tmp_path / "mine.txt"))
-    with pytest.raises(R3LiteError, match=f"--step-prompt .* --format {name} does not have"):
+    with raises(R3LiteError, "step-prompt-unsupported", name):
         load(format=name, step_prompt="prompts/step_prompt.txt")

@@ -11,6 +11,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tokenizer_files import vocabulary_of
+from tests.errors import raises
 
 CONVERSATIONS = {
     "question": [("user", "Who founded the city?")],
@@ -181,14 +182,14 @@ def test_padding_falls_back_to_the_stop_token(folder):
 
 
 def test_unusable_tokenizers_are_explained(folder, tmp_path):
-    with pytest.raises(R3LiteError, match="has no chat template"):
+    with raises(R3LiteError, "template-missing"):
         Tokenizer.load(folder(None))
-    with pytest.raises(R3LiteError, match="end each assistant turn with a token"):
+    with raises(R3LiteError, "template-unsupported"):
         Tokenizer.load(folder("{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"))
-    with pytest.raises(R3LiteError, match="end each assistant turn with a token"):
+    with raises(R3LiteError, "template-unsupported"):
         Tokenizer.load(folder(PLAIN, tokens=("<s>",)))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be used"):
+    with raises(R3LiteError, "tokenizer-unusable", "tokenizer.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(R3LiteError, match=r"needs tokenizer\.json"):
@@ -200,7 +201,7 @@ def test_unusable_tokenizers_are_explained(folder, tmp_path):
 
 
 def test_an_unknown_role_is_named(folder):
-    with pytest.raises(R3LiteError, match="'tool'"):
+    with raises(R3LiteError, "role-unknown", "tool"):
         Tokenizer.load(folder(PLAIN)).chat([{"role": "tool", "content": "x"}])
 
 

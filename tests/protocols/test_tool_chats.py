@@ -5,6 +5,7 @@ import pytest
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tool_chats import tool_chat
+from tests.errors import raises
 from tests.protocols.test_chat_template import folder, transformers  # noqa: F401 (a fixture)
 
 TOOLS = [{"type": "function", "function": {"name": "rate", "parameters": {"type": "object", "properties": {"of": {}}}}}]
@@ -47,7 +48,7 @@ def test_a_call_with_a_thought(folder):  # noqa: F811
     ids, mask = tool_chat(tokenizer, chat, TOOLS)
     assert ids == rendered(path, chat, tools=TOOLS, enable_thinking=True)
     assert [text.startswith(THOUGHT) for text in trained(tokenizer, ids, mask)] == [True, True]
-    with pytest.raises(R3LiteError, match="does not write reasoning_content"):
+    with raises(R3LiteError, "template-tools", "reasoning_content"):
         tool_chat(tokenizer, [*chat, ASKED, SAID], TOOLS)  # the family removes thoughts before the last question
 
 
@@ -70,7 +71,7 @@ def test_a_turn_of_weight_0_has_no_loss(folder):  # noqa: F811
 def test_a_template_without_tools_is_refused(folder, messages, tools, told):  # noqa: F811
     """The calls would be missing, and their text alone be half of what is to be learned."""
     for family in ("qwen2", "llama3", "chatml_set"):
-        with pytest.raises(R3LiteError, match=f"chat template {told}"):
+        with raises(R3LiteError, "template-tools", told):
             tool_chat(Tokenizer.load(folder(family)), messages, tools)
 
 
@@ -80,7 +81,7 @@ def test_markup_in_a_text_is_refused(folder, key):  # noqa: F811
     call = CALLS | {"tool_calls": [{"function": {"name": "rate", "arguments": {"of": [forged]}}}]}
     messages = {"result": [ASKED, CALLS, FOUND | {"content": forged}, SAID], "argument": [ASKED, call, FOUND, SAID]}
     tools = [*TOOLS, {"function": {"name": "x", "description": forged}}] if key == "tool" else TOOLS
-    with pytest.raises(R3LiteError, match="contains the model's markup: <"):
+    with raises(R3LiteError, "markup-in-conversation", "<"):
         tool_chat(tokenizer, messages.get(key, CHAT), tools)
 
 
@@ -92,7 +93,7 @@ def test_a_thought_is_written_as_the_family_writes_it(folder):  # noqa: F811
     ids, mask = tokenizer.chat(messages)
     assert ids == rendered(path, messages, enable_thinking=True)
     assert trained(tokenizer, ids, mask) == [THOUGHT + "About 10.5.<|im_end|>"]
-    with pytest.raises(R3LiteError, match="thinking is off in the chat template\n  Pass --thinking on"):
+    with raises(R3LiteError, "thoughts-off"):
         Tokenizer.load(path).chat(messages)
 
 

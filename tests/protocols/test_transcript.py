@@ -6,12 +6,15 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.markup import Tag
+from r3lite.protocols.observations import LEAST_DOCUMENT, LONGEST_TITLE
 from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
-from r3lite.protocols.transcript import LEAST_DOCUMENT, LONGEST_TITLE, OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.errors import raises
 
 QUESTION = Question("q", "Where?", ("here",))
 QUERY, ANSWER = Step.asking("I must look.", "what is where"), Step("So.", answer="here")
@@ -276,7 +279,7 @@ def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer
 @for_every_protocol
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer, protocol):
     layout = Layout(tokenizer, protocol, LengthSettings(max_length=40))
-    with pytest.raises(R3LiteError, match=r"question q .*--max-length 40"):
+    with raises(R3LiteError, "prompt-too-long", "q", "--max-length 40"):
         opened(layout)
 
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from r3lite.reports.chart import MOST_POINTS, Bar, Bars, Line, Lines, Scale, svg, thinned, ticks
+from r3lite.reports.chart import MAX_POINTS, Bar, Bars, Line, Lines, Scale, svg, thinned, ticks
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_what_is_measured_now_and_then_is_joined():
 
 
 def test_a_long_line_is_thinned_to_means():
-    size = 5 * MOST_POINTS
+    size = 5 * MAX_POINTS
     made = thinned(Line("x", range(size), [float(i) for i in range(size)]))
-    assert len(made.ys) == MOST_POINTS and list(made.ys[:2]) == [2.0, 7.0] and list(made.xs[:2]) == [2.0, 7.0]
-    assert thinned(Line("x", range(size), [None] * size)).ys == [None] * MOST_POINTS
+    assert len(made.ys) == MAX_POINTS and list(made.ys[:2]) == [2.0, 7.0] and list(made.xs[:2]) == [2.0, 7.0]
+    assert thinned(Line("x", range(size), [None] * size)).ys == [None] * MAX_POINTS
 
 
 def test_bars_stand_on_zero_and_are_told_in_words():

@@ -121,7 +121,7 @@ def test_kinds_of_answers_and_scores_are_shown(run_folder):
 
 def test_a_page_that_is_watched_is_loaded_anew(run_folder):
     folder = run_folder("a", metrics=[{"step": 1, "loss": 1.0}])
-    assert '<meta http-equiv="refresh" content="10">' in page_of(folder, again_after=10)
+    assert '<meta http-equiv="refresh" content="10">' in page_of(folder, reload_seconds=10)
     assert "refresh" not in page_of(folder)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.reports.run import KEPT, read_runs
+from r3lite.reports.run import MAX_EPISODES, read_runs
 from tests.reports.conftest import episode
 
 
@@ -23,13 +23,13 @@ def test_a_step_that_is_there_twice_counts_once_with_what_came_last(run_folder):
 
 
 def test_the_first_round_and_the_newest_are_kept(run_folder):
-    rounds = [episode(f"{n}-{i}", n) for n in (1, 2, 3) for i in range(KEPT + 5)]
+    rounds = [episode(f"{n}-{i}", n) for n in (1, 2, 3) for i in range(MAX_EPISODES + 5)]
     rounds[0]["steps"][0]["faults"] = ["no_analysis"]
     (run,) = read_runs([str(run_folder("a", metrics=[{"step": 3}], episodes=rounds))])
-    first, newest = run.shown.values()
-    assert [e.text("id") for e in first] == [f"1-{i}" for i in range(KEPT)]
-    assert [e.text("id") for e in newest] == [f"3-{i}" for i in range(KEPT)]
-    assert run.faults[1] == {"no_analysis": 1} and run.steps == dict.fromkeys((1, 2, 3), 2 * (KEPT + 5))
+    first, newest = run.episodes.values()
+    assert [e.text("id") for e in first] == [f"1-{i}" for i in range(MAX_EPISODES)]
+    assert [e.text("id") for e in newest] == [f"3-{i}" for i in range(MAX_EPISODES)]
+    assert run.faults[1] == {"no_analysis": 1} and run.steps == dict.fromkeys((1, 2, 3), 2 * (MAX_EPISODES + 5))
 
 
 def test_a_folder_of_runs_stands_for_all_of_them_and_names_tell_them_apart(run_folder, tmp_path):

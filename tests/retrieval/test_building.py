@@ -18,6 +18,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import HashingEncoder, make_encoder
 from r3lite.retrieval.vectors import estimate
 from tests.built_index import encoder_settings
+from tests.errors import raises
 
 DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 % 31}.") for i in range(23)]
 
@@ -82,12 +83,12 @@ def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path,
         (make_encoder(encoder_settings(str(minilm), "plain"), DOCUMENTS), DOCUMENTS, "flat", "encoder"),
         (coarse, DOCUMENTS, "flat", "dtype"),
     ):
-        with pytest.raises(R3LiteError, match=f"with another {what}") as error:
+        with raises(R3LiteError, "unfinished-build-differs", what) as error:
             build(tmp_path / "i", encoder, documents, kind)
         assert f"delete {work}" in error.value.remedy
     other = Counted()
     other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
-    with pytest.raises(R3LiteError, match="the vectors differ"):
+    with raises(R3LiteError, "build-encoder-differs"):
         build(tmp_path / "i", other)
     assert build(tmp_path / "i", Counted()) == 8
 

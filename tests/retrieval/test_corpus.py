@@ -7,6 +7,7 @@ import pytest
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.corpus import fingerprint, from_questions, read_corpus
+from tests.errors import raises
 
 
 def write(path, *lines):
@@ -56,11 +57,11 @@ def test_a_bad_line_is_named_or_counted(tmp_path, capsys, bad, reason):
 
 
 def test_an_empty_or_absent_corpus_is_refused(tmp_path):
-    with pytest.raises(R3LiteError, match="contains no passage"):
+    with raises(R3LiteError, "corpus-empty"):
         read_corpus(write(tmp_path / "c.jsonl", ""))
-    with pytest.raises(R3LiteError, match="contains no passage"):
+    with raises(R3LiteError, "corpus-empty"):
         read_corpus(write(tmp_path / "c.jsonl", "[1]"), skip_bad_rows=True)
-    with pytest.raises(R3LiteError, match="cannot be read"):
+    with raises(R3LiteError, "file-unreadable"):
         read_corpus(tmp_path / "none.jsonl")
 
 

@@ -15,6 +15,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.vectors import estimate
 from r3lite.settings import DocumentSettings, IndexSettings
 from tests.built_index import encoder_settings
+from tests.errors import raises
 
 D = 32
 
@@ -95,7 +96,7 @@ def test_what_is_there_already_is_passed_over_and_another_text_of_its_id_is_refu
     build(tmp_path / "i", [passage(0), passage(1)])
     assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (1, 1)
     assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (0, 2)
-    with pytest.raises(R3LiteError, match="another passage with the id '1'") as error:
+    with raises(R3LiteError, "passage-id-taken", "1") as error:
         index.add(tmp_path / "i", opened(tmp_path / "i"), [Document("1", "", "other")])
     assert "--delete 1" in error.value.remedy
     index.delete(tmp_path / "i", ["1"])
@@ -120,7 +121,7 @@ def test_a_deletion_that_is_repeated_after_a_kill_is_done_already(tmp_path, open
     assert index.delete(folder, ["1", "2"]) == (0, 2)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
     assert index.delete(folder, ["1", "3"]) == (1, 1)
-    with pytest.raises(R3LiteError, match="no passage with the id '7'"):
+    with raises(R3LiteError, "passage-id-absent", "7"):
         index.delete(folder, ["1", "7"])
     index.add(folder, opened(folder), [passage(1)])
     assert index.delete(folder, ["1"]) == (1, 0)  # the one that was added since

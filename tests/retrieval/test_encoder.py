@@ -13,6 +13,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.conventions import style_of
 from r3lite.retrieval.encoder import BertEncoder, HashingEncoder, make_encoder
 from tests.built_index import encoder_settings
+from tests.errors import raises
 
 TEXTS = ["Blue Harbor is a film.", "x", "", "Ünïcode: 東京 ist groß — isn't it?", "a long one " * 300]
 
@@ -144,7 +145,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(minilm, tmp_path):
     with pytest.raises(R3LiteError, match=r"tokenizer\.json: not JSON"):
         BertEncoder(str(folder), "plain")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be read"):
+    with raises(R3LiteError, "file-unreadable", "tokenizer.json"):
         BertEncoder(str(folder), "plain")
 
 
@@ -236,7 +237,7 @@ def test_files_of_sentence_transformers_with_wrong_values_are_refused(minilm, tm
         BertEncoder(str(folder), "plain")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(R3LiteError, match="is a pipe or device"):
+    with raises(R3LiteError, "not-a-file", "pipe or device"):
         BertEncoder(str(folder), "plain")
 
 
@@ -263,11 +264,11 @@ def test_a_pooling_folder_of_another_name_is_read(minilm, tmp_path):
     (folder / "1_Pooling").rename(folder / "pool")
     BertEncoder(str(folder), "plain")
     (folder / "modules.json").write_text(json.dumps([{"type": "models.Dense", "path": "2"}]))
-    with pytest.raises(R3LiteError, match="supported BERT encoder: it has a module Dense"):
+    with raises(R3LiteError, "encoder-unsupported", "it has a module Dense"):
         BertEncoder(str(folder), "plain")
     (folder / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "pool"}]))
     (folder / "pool" / "config.json").write_text('{"pooling_mode": "max"}')
-    with pytest.raises(R3LiteError, match="it uses max pooling"):
+    with raises(R3LiteError, "encoder-unsupported", "it uses max pooling"):
         BertEncoder(str(folder), "plain")
 
 

@@ -7,6 +7,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.golden import golden_retriever, paragraphs
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.errors import raises
 
 DOCUMENTS = tuple(Document(f"q/{i}", f"Title {i}", f"Text {i}.") for i in range(12))
 GOLD = (DOCUMENTS[7], DOCUMENTS[2])
@@ -24,9 +25,9 @@ def test_the_gold_paragraphs_whatever_is_asked():
 
 
 def test_a_question_without_gold_paragraphs_is_refused():
-    with pytest.raises(R3LiteError, match="needs gold paragraphs; question bare has none"):
+    with raises(R3LiteError, "golden-without-paragraphs", "bare"):
         golden(ONE, BARE)
-    with pytest.raises(R3LiteError, match="needs gold paragraphs; question bare has none"):
+    with raises(R3LiteError, "golden-without-paragraphs", "bare"):
         golden(BARE)
 
 

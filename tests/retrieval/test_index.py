@@ -14,6 +14,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import HashingEncoder, make_encoder
 from tests import built_index
 from tests.built_index import encoder_settings
+from tests.errors import raises
 
 DOCUMENTS = [
     Document("a", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee."),
@@ -72,7 +73,7 @@ def test_an_index_of_the_same_corpus_is_replaced_and_nothing_else_is(tmp_path):
     assert (tmp_path / "i").stat().st_ino != before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
-    with pytest.raises(R3LiteError, match="is not an index"):
+    with raises(R3LiteError, "not-an-index"):
         save(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
 
@@ -86,7 +87,7 @@ def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm)
             save(tmp_path / "i", **other)
         assert "Pass another --output, or delete" in error.value.remedy
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
-    with pytest.raises(R3LiteError, match="style e5, not plain"):
+    with raises(R3LiteError, "index-setting-differs", "style", "e5", "plain"):
         save(tmp_path / "e5", encoder=str(minilm), style="plain")
     assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
 
@@ -155,7 +156,7 @@ def test_only_an_index_and_nothing_else_is_replaced(tmp_path, make, reason):
 def test_the_folder_one_is_in_is_refused_and_one_in_it_is_not(tmp_path, monkeypatch):
     """`Path(".").name` is empty: the index was to be written to `.part`, and that failed after the encoding."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(R3LiteError, match="cannot be replaced"):
+    with raises(R3LiteError, "folder-not-replaced"):
         save(".")
     Path("i").mkdir()
     save("i/../i")
@@ -166,7 +167,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_encoding(tmp_path)
     """Hours of encoding were lost: the folder above the output was made when all was done."""
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file" / "i", "/proc/i"):
-        with pytest.raises(R3LiteError, match="cannot be written"):
+        with raises(R3LiteError, "index-unwritable"):
             building.check_output(folder)
 
 
@@ -305,6 +306,6 @@ def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
     monkeypatch.setattr(encoder, "encode_queries", lambda texts: make(texts) / 0)
     with (
         np.errstate(all="ignore"),
-        pytest.raises(R3LiteError, match="the encoder hashing computes vectors that are not"),
+        raises(R3LiteError, "encoder-not-finite", "hashing"),
     ):
         index.build_index(encoder, DOCUMENTS)

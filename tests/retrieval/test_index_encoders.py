@@ -8,18 +8,19 @@ import pytest
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
 from tests.built_index import encoder_settings
+from tests.errors import raises
 from tests.retrieval.test_index import save
 
 
 def test_another_encoder_or_style_is_refused(tmp_path, minilm):
     save(tmp_path / "hashed")
-    with pytest.raises(R3LiteError, match="built with encoder hashing, not ") as error:
+    with raises(R3LiteError, "index-setting-differs", "encoder hashing, not") as error:
         index.load(tmp_path / "hashed", encoder_settings(str(minilm)))
     assert "--encoder hashing, or build" in error.value.remedy
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
-    with pytest.raises(R3LiteError, match="not hashing"):
+    with raises(R3LiteError, "index-setting-differs", "not hashing"):
         index.load(tmp_path / "e5", encoder_settings())
-    with pytest.raises(R3LiteError, match="built with style e5, not plain"):
+    with raises(R3LiteError, "index-setting-differs", "style e5, not plain"):
         index.load(tmp_path / "e5", encoder_settings(str(minilm), "plain"))
     # Left to itself, the style is the one that is kept with the index, whatever the encoder's name says.
     assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
@@ -32,7 +33,7 @@ def test_a_hashing_index_of_texts_in_another_form_is_refused(tmp_path):
     values = json.loads(manifest.read_text())
     assert values.pop("text_form") == "NFKC"
     manifest.write_text(json.dumps(values))  # as indexes of before have it
-    with pytest.raises(R3LiteError, match="was built with text_form None, not NFKC"):
+    with raises(R3LiteError, "index-setting-differs", "text_form None, not NFKC"):
         index.load(tmp_path / "i", encoder_settings())
 
 
@@ -68,5 +69,5 @@ def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
     weights = load_file(tmp_path / "moved" / "model.safetensors")
     weights = {k: v * 1.2 if k.endswith("query.weight") else v.clone() for k, v in weights.items()}
     save_file(weights, tmp_path / "moved" / "model.safetensors")
-    with pytest.raises(R3LiteError, match="the vectors differ"):
+    with raises(R3LiteError, "index-setting-differs", "the vectors differ"):
         index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))

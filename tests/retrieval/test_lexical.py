@@ -14,6 +14,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 from tests.built_index import save
+from tests.errors import raises
 
 DOCUMENTS = [
     Document("a", "Blue Harbor", "The films of Blue Harbor"),  # blue harbor film blue harbor
@@ -75,7 +76,7 @@ def test_of_equal_scores_the_first_passage_comes_first():
 
 
 def test_a_corpus_without_words_is_refused():
-    with pytest.raises(R3LiteError, match="no passage has a word for BM25"):
+    with raises(R3LiteError, "corpus-without-words"):
         Lexical([Document("a", "", "?!"), Document("b", "The", "a")])
 
 
@@ -86,7 +87,7 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, tmp_path, name, pa
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "1", "title": "T", "text": "Oslo is here."}')
     settings = RetrievalSettings(retriever=name, encoder="hashing", corpus=str(corpus))
-    with pytest.raises(R3LiteError, match=f"needs the package {package}, which is not installed") as error:
+    with raises(R3LiteError, "package-missing", package) as error:
         build_retriever(Setup(settings, []))
     assert "pip install 'r3lite[retrieval]'" in error.value.remedy
 
@@ -97,5 +98,5 @@ def test_the_passages_of_an_index_are_searched_without_its_encoder(tmp_path, mon
     settings = RetrievalSettings(retriever="lexical", index=str(tmp_path / "i"), encoder="no/such")
     assert build_retriever(Setup(settings, []))([(Question("q", "?", ()), "red")]) == [[DOCUMENTS[2]]]
     (tmp_path / "i" / "passages.jsonl").write_text('{"id": "a", "text": "another"}')
-    with pytest.raises(R3LiteError, match="is shorter than when it was indexed"):
+    with raises(R3LiteError, "corpus-shorter"):
         build_retriever(Setup(settings, []))

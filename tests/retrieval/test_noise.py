@@ -12,6 +12,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.settings import EvaluateConfig, RetrievalSettings
 from r3lite.settings.addresses import SERVICES
 from r3lite.settings.retrieval import RETRIEVERS
+from tests.errors import raises
 
 DOCUMENTS = tuple(Document(f"q/{i}", f"Title {i}", f"Text {i} of the harbor.") for i in range(12))
 ONE = Question("q", "?", ("a",), DOCUMENTS, gold=(DOCUMENTS[7], DOCUMENTS[2]), gold_by="title")
@@ -39,7 +40,7 @@ def test_a_search_finds_the_paragraphs_that_golden_would_mix(retriever, context)
 
 
 def test_what_is_gold_must_be_known():
-    with pytest.raises(R3LiteError, match="--noise-rate needs gold paragraphs, but question bare has none"):
+    with raises(R3LiteError, "noise-without-paragraphs", "bare"):
         build_retriever(Setup(RetrievalSettings(encoder="hashing", noise_rate=0.5), [BARE]))
 
 
@@ -58,7 +59,7 @@ def test_a_rate_is_used_or_refused(settings, rate):
         config = EvaluateConfig(
             retrieval=RetrievalSettings(**settings, noise_rate=rate), set_by_user={"noise_rate": Origin.FLAG}
         )
-        with pytest.raises(UsageError, match="has no effect here"):
+        with raises(UsageError, "setting-unused"):
             check_used("evaluate", config)
     else:
         assert found(**settings, noise_rate=rate) != found(**settings, noise_rate=0.9)

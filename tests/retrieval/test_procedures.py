@@ -10,6 +10,7 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.procedures import Finder, open_finder, read_procedures, to_json
 from r3lite.settings import ProcedureSettings
+from tests.errors import raises
 
 
 def row(name, trigger="", priority=0, description="how", **more):
@@ -69,7 +70,7 @@ def test_hidden_files_of_a_folder_are_no_procedures(tmp_path):
     (tmp_path / "._a.json").write_bytes(b"\x00\x05\x16\x07")  # AppleDouble, which macOS writes
     assert [p.name for p in read_procedures(tmp_path)] == ["A"]
     (tmp_path / "a.json").unlink()
-    with pytest.raises(R3LiteError, match=r"has no \*\.json file"):
+    with raises(R3LiteError, "no-procedure-files"):
         read_procedures(tmp_path)
 
 

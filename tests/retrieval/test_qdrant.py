@@ -14,6 +14,7 @@ from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.errors import raises
 
 ADDRESS = "qdrant://127.0.0.1:6333/towns"
 PASSAGES = [Document(f"p{i}", f"Town {i}", f"Town {i} lies by the river {'abc'[i % 3] * 4}.") for i in range(30)]
@@ -62,7 +63,7 @@ def test_vectors_for_dot_products_are_not_compared_by_cosine(server, encoder, mo
 
     vectors = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
     server.create_collection("towns", vectors)
-    with pytest.raises(R3LiteError, match=r"with Cosine distance, but .* needs 384 with Dot"):
+    with raises(R3LiteError, "qdrant-vectors-differ", "with Cosine distance", "384 with Dot"):
         qdrant.Collection(ADDRESS, encoder).check()
 
 
@@ -103,9 +104,9 @@ def test_a_collection_of_another_encoder_is_refused(server, encoder, settings):
     assert ask(settings) == [[], [], []]  # of the same encoder in another precision
     server.delete_collection("towns")
     server.create_collection("towns", vectors, metadata={"r3lite": encoder.settings | {"style": "e5"}})
-    with pytest.raises(R3LiteError, match="filled with another encoder: style e5"):
+    with raises(R3LiteError, "qdrant-encoder-differs", "style e5"):
         ask(settings)
-    with pytest.raises(R3LiteError, match="filled with another encoder: style e5"):
+    with raises(R3LiteError, "qdrant-encoder-differs", "style e5"):
         qdrant.fill(ADDRESS, PASSAGES, encoder)
 
 
@@ -114,7 +115,7 @@ def test_vectors_that_cannot_be_compared_are_refused(server, settings, size, dis
     from qdrant_client import models
 
     server.create_collection("towns", models.VectorParams(size=size, distance=models.Distance(distance)))
-    with pytest.raises(R3LiteError, match=f"vectors of {size} dimensions with {distance} distance"):
+    with raises(R3LiteError, "qdrant-vectors-differ", "vectors of", size, "dimensions with", distance, "distance"):
         ask(settings)
 
 
@@ -137,7 +138,7 @@ def test_one_without_a_collection_or_with_several_vectors_is_refused(server, set
     with pytest.raises(R3LiteError, match="towns"):
         ask(settings)
     server.create_collection("towns", {"a": models.VectorParams(size=384, distance=models.Distance.COSINE)})
-    with pytest.raises(R3LiteError, match="has named vectors"):
+    with raises(R3LiteError, "qdrant-named-vectors"):
         ask(settings)
 
 
@@ -150,14 +151,14 @@ def test_a_server_that_is_not_there_is_told(encoder):
 @pytest.mark.parametrize("address", ["qdrant://here:6333", "qdrant://here/a/b", "qdrant:///a"])
 def test_an_address_without_a_collection_is_refused(address):
     pytest.importorskip("qdrant_client")
-    with pytest.raises(R3LiteError, match="is not the address of a collection"):
+    with raises(R3LiteError, "qdrant-address"):
         qdrant.Collection(address, None)
 
 
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
     pytest.importorskip("qdrant_client")
     monkeypatch.setenv(qdrant.KEY, "secret")
-    with pytest.raises(R3LiteError, match=r"would be sent to far\.example unencrypted") as error:
+    with raises(R3LiteError, "qdrant-unencrypted", "far.example") as error:
         qdrant.Collection("qdrant://far.example/towns", None)
     assert "secret" not in str(error.value)
     for address in ("qdrant+https://far.example/towns", "qdrant://localhost/towns"):
@@ -166,7 +167,7 @@ def test_a_key_goes_nowhere_without_encryption(monkeypatch):
 
 def test_without_its_package_it_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
-    with pytest.raises(R3LiteError, match="needs the package qdrant_client, which is not installed") as error:
+    with raises(R3LiteError, "package-missing", "qdrant_client") as error:
         qdrant.Collection(ADDRESS, None)
     assert "pip install 'r3lite[qdrant]'" in error.value.remedy
 

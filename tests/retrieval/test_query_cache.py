@@ -20,6 +20,7 @@ from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.errors import raises
 
 QUERIES = ["Who is Ada?", "Where does Bob, the friend of Ada, live today?", "When?"]
 
@@ -88,10 +89,10 @@ def test_two_processes_write_at_once(tmp_path):
 
 def test_a_file_that_is_no_cache_is_told_and_left_alone(tmp_path):
     (tmp_path / "q").write_text("my thesis, " * 200)
-    with pytest.raises(R3LiteError, match="q cannot be used: file is not a database"):
+    with raises(R3LiteError, "query-cache-unusable", "q", "file is not a database"):
         QueryCache(tmp_path / "q", 1)
     assert (tmp_path / "q").read_text() == "my thesis, " * 200
-    with pytest.raises(R3LiteError, match="is a folder"):
+    with raises(R3LiteError, "not-a-file", "folder"):
         QueryCache(tmp_path, 1)
 
 
@@ -128,9 +129,7 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])
 def test_it_is_for_encoders(flags):
     config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
-    with pytest.raises(
-        UsageError, match="--query-cache is q, but has no effect here: it needs a retriever that uses an --encoder"
-    ):
+    with raises(UsageError, "setting-unused", "--query-cache", "q", "a retriever that uses an --encoder"):
         check_used("retrieve", config)
 
 

@@ -18,6 +18,7 @@ from r3lite.retrieval.remote import Remote, RemoteReranker
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.errors import raises
 from tests.scripted_server import Scripted
 
 PASSAGES = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {'abc'[i % 3] * 4}.") for i in range(40)]
@@ -328,7 +329,7 @@ def test_settings_that_contradict_each_other(settings, told):
 def test_an_address_that_is_taken_is_told(local, running):
     made = server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", 0)
     running(made)
-    with pytest.raises(R3LiteError, match="cannot listen on"):
+    with raises(R3LiteError, "cannot-listen"):
         server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", made.server_port)
 
 

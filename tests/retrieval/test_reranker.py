@@ -13,6 +13,7 @@ from r3lite.retrieval.reranker import CrossEncoder, Reranked
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.errors import raises
 
 PAIRS = [
     ("Who directed Blue Harbor?", "Blue Harbor is a film directed by Ann Lee."),
@@ -177,5 +178,5 @@ def test_what_is_no_cross_encoder_is_refused(folder, minilm, tmp_path):
     value = json.loads((copied / "tokenizer.json").read_text())
     value["post_processor"]["pair"] = value["post_processor"]["pair"][:-1]
     (copied / "tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(R3LiteError, match="does not encode pairs of texts"):
+    with raises(R3LiteError, "tokenizer-not-bert"):
         CrossEncoder(str(copied))

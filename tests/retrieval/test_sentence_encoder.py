@@ -15,6 +15,7 @@ from r3lite.retrieval import index
 from r3lite.retrieval.conventions import MODEL_KEYS, read_conventions
 from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, local_dimension, make_encoder
 from tests.built_index import encoder_settings, save
+from tests.errors import raises
 
 DOCUMENTS = [Document(str(i), title, text) for i, (title, text) in enumerate([("Oslo", "a city in Norway"), ("", "x")])]
 QUERIES = ["which city is in Norway", "x", "", "a " * 300]
@@ -154,7 +155,7 @@ def test_an_index_of_dot_products(made, tmp_path):
     manifest = tmp_path / "i" / "manifest.json"
     cosine = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "similarity"}
     manifest.write_text(json.dumps(cosine))  # as an index of before has it
-    with pytest.raises(R3LiteError, match="was built with similarity None, not dot"):
+    with raises(R3LiteError, "index-setting-differs", "similarity None, not dot"):
         index.load(tmp_path / "i", encoder_settings(str(folder)))
 
 
@@ -214,7 +215,7 @@ def test_an_instruct_model_of_e5_has_its_own_prefixes(made, tmp_path):
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):
     folder, _ = made("modernbert", "mean")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(R3LiteError, match=r"its model_type is modernbert\) needs the package") as error:
+    with raises(R3LiteError, "package-missing", "its model_type is modernbert") as error:
         make_encoder(encoder_settings(str(folder), "auto"), [])
     assert "pip install 'r3lite[encoders]'" in error.value.remedy
 
@@ -224,7 +225,7 @@ def test_what_the_package_cannot_load_is_told_with_its_reason(made, tmp_path, ch
     folder = shutil.copytree(made("modernbert", "mean")[0], tmp_path / "broken")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(R3LiteError, match="sentence-transformers cannot load the encoder"):
+    with raises(R3LiteError, "encoder-unloadable"):
         make_encoder(encoder_settings(str(folder), "plain"), [])
 
 
@@ -250,7 +251,7 @@ def test_prompts_are_those_that_the_folder_names(made, tmp_path, file, prefixes)
     assert (ours.settings["style"], ours.prefixes) == (("own", prefixes) if prefixes else ("plain", ("", "")))
     assert_equal(ours, SentenceTransformer(str(folder), device="cpu"), ours.prefixes)
     if not prefixes:
-        with pytest.raises(R3LiteError, match="has no prompts"):
+        with raises(R3LiteError, "encoder-without-prompts"):
             make_encoder(encoder_settings(str(folder), "own"), [])
 
 
@@ -264,11 +265,11 @@ def test_an_index_remembers_pooling_and_prompts(made, tmp_path):
     opened = index.load(tmp_path / "i", encoder_settings(str(folder)))
     assert opened.encoder.prefixes == ("query : ", "passage : ")
     assert [d.title for d in opened.search(["oslo a city in norway"], 1)[0]]
-    with pytest.raises(R3LiteError, match="was built with style own, not plain"):
+    with raises(R3LiteError, "index-setting-differs", "style own, not plain"):
         index.load(tmp_path / "i", encoder_settings(str(folder), "plain"))
     other = json.loads((folder / "config_sentence_transformers.json").read_text())
     copied = shutil.copytree(folder, tmp_path / "other")
     other["prompts"]["query"] = "which "
     (copied / "config_sentence_transformers.json").write_text(json.dumps(other))
-    with pytest.raises(R3LiteError, match="was built with query_prefix query : , not which "):
+    with raises(R3LiteError, "index-setting-differs", "query_prefix query : , not which"):
         index.load(tmp_path / "i", encoder_settings(str(copied)))

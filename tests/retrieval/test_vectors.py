@@ -17,6 +17,7 @@ from r3lite.retrieval.vectors import (
     sample_of,
     write_vectors,
 )
+from tests.errors import raises
 
 COUNT, D = 10_000, 16
 # recall@10 of clustered vectors that each kind must reach; 2 bytes of 16 dimensions cannot tell much
@@ -107,7 +108,7 @@ def test_a_sample_is_rows_of_the_file_each_once(tmp_path, vectors):
 
 
 def test_a_wrong_kind_is_refused(built):
-    with pytest.raises(R3LiteError, match="is a IndexFlatIP, not an IndexHNSWFlat"):
+    with raises(R3LiteError, "index-kind-differs", "IndexFlatIP", "IndexHNSWFlat"):
         open_vectors(built["flat"], "hnsw", "Build it again.")
 
 
@@ -127,11 +128,11 @@ def test_auto_is_the_most_exact_that_fits(passages, dimension, gib, kind):
 
 
 def test_what_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(R3LiteError, match=r"does not fit in 1\.00 GiB") as error:
+    with raises(R3LiteError, "index-beyond-budget", "1.00 GiB") as error:
         choose("flat", 1_000_000, 768, 1 << 30)
     told = error.value.remedy.split()[2].removesuffix("MiB,")
     assert choose("flat", 1_000_000, 768, int(told) << 20).kind == "flat"
-    with pytest.raises(R3LiteError, match="needs 9,984 passages, not 9,983"):
+    with raises(R3LiteError, "too-few-passages", "9,984", "9,983"):
         choose("opq-ivf-pq", 9_983, 768, 1 << 40)
 
 

@@ -15,6 +15,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 from tests.built_index import save
+from tests.errors import raises
 from tests.scripted_server import Scripted
 
 QUESTION = Question("q", "Where?", ("x",))
@@ -186,13 +187,13 @@ def test_recorded_answers_replay_to_the_bit_without_network_and_key(exa, monkeyp
 
 def test_without_a_key_it_is_named(monkeypatch):
     monkeypatch.delenv("EXA_API_KEY", raising=False)
-    with pytest.raises(R3LiteError, match="needs a key in EXA_API_KEY"):
+    with raises(R3LiteError, "exa-key-missing", "EXA_API_KEY"):
         retriever(RetrievalSettings(retriever="exa", encoder="hashing"))
 
 
 def test_without_its_package_duckduckgo_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ddgs", None)
-    with pytest.raises(R3LiteError, match="needs the package ddgs") as error:
+    with raises(R3LiteError, "package-missing", "ddgs") as error:
         retriever(RetrievalSettings(retriever="duckduckgo", encoder="hashing"))
     assert "pip install 'r3lite[web]'" in error.value.remedy
 

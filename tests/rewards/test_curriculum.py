@@ -11,6 +11,7 @@ from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
 from r3lite.settings.rewards import RewardEntry
+from tests.errors import raises
 from tests.rewards.episodes import GOLD, answered
 
 FORM = {"name": "all_tags", "weight": 0.25, "first_weight": 0.4, "documents": True}
@@ -73,6 +74,6 @@ def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
 
 def test_what_was_paid_in_other_rounds_does_not_join_a_curriculum():
     flags = ["--preset", "r-search-dag", "--algorithm", "exgrpo", "--outcome-em", "1"]
-    with pytest.raises(UsageError, match="exgrpo reuses the rewards of earlier rounds"):
+    with raises(UsageError, "curriculum-weights", "exgrpo reuses the rewards of earlier rounds"):
         rl_guidance.check(resolve("ppo", PpoConfig(), flags))
     rl_guidance.check(resolve("ppo", PpoConfig(), [*flags, "--curriculum-rounds", "0"]))

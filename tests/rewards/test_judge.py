@@ -12,6 +12,7 @@ from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
+from tests.errors import raises
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
 STEPS = [Step.asking("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
@@ -220,7 +221,7 @@ def test_now_and_then_a_failure_does_not_stop_it(gemini, judge, answers):
 
 def test_a_cap_stops_the_run(gemini, judge, answers):
     gemini.script = [answers.said(grade())]
-    with pytest.raises(R3LiteError, match="--judge-max-calls 3 is reached"):
+    with raises(R3LiteError, "judge-limit", "--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=1).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) == 3
 
@@ -228,7 +229,7 @@ def test_a_cap_stops_the_run(gemini, judge, answers):
 def test_a_cap_holds_for_requests_sent_at_once(gemini, judge, answers):
     """The one that meets the cap does not wait for the others: the run may stop before an allowed one was sent."""
     gemini.script = [answers.said(grade())]
-    with pytest.raises(R3LiteError, match="--judge-max-calls 3 is reached"):
+    with raises(R3LiteError, "judge-limit", "--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=10).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) <= 3
 
@@ -247,13 +248,13 @@ def test_caches_of_this_version_stay_valid():
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
     assert build_judge(JudgeSettings(), tmp_path, None, Client) is None
-    with pytest.raises(R3LiteError, match="needs a judge"):
+    with raises(R3LiteError, "judge-missing"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1), Client)
-    with pytest.raises(R3LiteError, match="--rewards needs a judge, but --judge is none"):
+    with raises(R3LiteError, "judge-missing"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)), Client)
     assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings(), Client), Judge)
     monkeypatch.delenv("GOOGLE_API_KEY")
-    with pytest.raises(R3LiteError, match="no key"):
+    with raises(R3LiteError, "gemini-key-missing"):
         build_judge(JudgeSettings(judge="gemini"), tmp_path, None, Client)
 
 

@@ -10,6 +10,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import Scored, score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import ProtocolSettings, RewardSettings
+from tests.errors import raises
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
 OTHER = Document("9", "Other", "Nothing.")
@@ -162,7 +163,7 @@ def test_a_reward_that_cannot_be_learned_from_is_refused(paid):
 
 
 def test_weights_that_add_up_to_infinity_are_refused():
-    with pytest.raises(R3LiteError, match="the reward of a step is inf"):
+    with raises(R3LiteError, "reward-out-of-range", "inf"):
         score(Episode(QUESTION, [answer("Ada")], ANSWERED), RewardSettings(outcome_em=1e308, outcome_f1=1e308))
 
 

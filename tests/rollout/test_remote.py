@@ -14,6 +14,7 @@ from r3lite.rollout.remote import RemoteEngine, RolloutWorker
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.wire import AdapterFiles, Ticket
 from r3lite.settings import LengthSettings
+from tests.errors import raises
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1000)
@@ -84,7 +85,7 @@ def test_without_another_server_the_run_says_which_one_is_broken(workers):
     service, remote = workers
     service.change = {"tokens": [1 << 30]}
     remote.servers.pop()
-    with pytest.raises(R3LiteError, match=f"no rollout server is left: {remote.servers[0].link.url}/sample did not"):
+    with raises(R3LiteError, "no-worker-left", remote.servers[0].link.url, "/sample did not"):
         remote.run(QUESTIONS, SEEDS, None)
 
 

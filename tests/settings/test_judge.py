@@ -5,6 +5,7 @@ import pytest
 from r3lite.core.config import UsageError
 from r3lite.core.invocation import resolve
 from r3lite.settings import JudgeSettings, PpoConfig
+from tests.errors import raises
 
 
 @pytest.mark.parametrize("address", ["https://example.com", "http://127.0.0.1:8080/v1/", "http://[::1]:80", None])
@@ -41,5 +42,5 @@ def test_what_is_no_address_is_refused_and_no_secret_is_shown(address):
 
 @pytest.mark.parametrize("name", ["", "a b", "a?b", "gemini\n", "x#y"])
 def test_what_no_model_is_named(name):
-    with pytest.raises(UsageError, match="--judge-model"):
+    with raises(UsageError, "judge-model-name"):
         JudgeSettings(judge_model=name).check()

@@ -7,6 +7,7 @@ import pytest
 from r3lite.core.config import UsageError, check_required, flat
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
+from tests.errors import raises
 
 SOURCES = """
 [[sources]]
@@ -38,7 +39,7 @@ def test_tables_of_a_file(tmp_path):
 
 def test_sources_stand_in_for_data(tmp_path):
     check_required(read(tmp_path, SOURCES))
-    with pytest.raises(UsageError, match="--data is missing"):
+    with raises(UsageError, "setting-missing", "--data"):
         check_required(read(tmp_path, SOURCES, "--sources", "none"))
 
 
@@ -94,5 +95,5 @@ def test_what_is_no_source_is_refused(tmp_path, text):
 
 def test_one_table_is_not_a_list(tmp_path):
     """[sources] is a table of a command of that name to the reader, which says that there is none."""
-    with pytest.raises(UsageError, match=r"unknown table \[sources\]"):
+    with raises(UsageError, "unknown-table", "sources"):
         read(tmp_path, '[sources]\nfile = "a.jsonl"\n')

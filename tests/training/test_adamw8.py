@@ -7,6 +7,7 @@ from torch import nn
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.training import optim
 from r3lite.training.adamw8 import BLOCK, AdamW8, decoded, encoded
+from tests.errors import raises
 
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -131,5 +132,5 @@ def test_a_gradient_that_is_not_finite_ends_the_step_and_spares_its_tensor():
     optimizer = AdamW8(named, rate=1e-3, weight_decay=0.0, max_norm=1.0, seed=0)
     optimizer.update(named["norm.weight"], torch.full((40,), float("nan")))
     assert torch.equal(named["norm.weight"], weights()["norm.weight"])
-    with pytest.raises(NonFiniteGradients, match="not finite"):
+    with raises(NonFiniteGradients, "gradients-not-finite-8bit"):
         optimizer.finish()

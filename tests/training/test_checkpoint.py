@@ -15,6 +15,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sweep
 from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
+from tests.errors import raises
 
 
 def state(step: int) -> dict:
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage,
     assert checkpoint.newest_valid(tmp_path) == older
     assert told in (shown := capsys.readouterr().err)
     assert str(newer) in shown
-    with pytest.raises(R3LiteError, match="not a valid checkpoint"):
+    with raises(R3LiteError, "checkpoint-invalid"):
         checkpoint.read(newer)
 
 
@@ -137,7 +138,7 @@ def test_tensors_that_are_none_are_told(tmp_path):
     (folder,) = written(tmp_path, 1)
     (folder / "weights.safetensors").write_bytes(b"junk")
     described(folder, "weights.safetensors", {"bytes": 4, "crc32": checkpoint.crc(folder / "weights.safetensors")})
-    with pytest.raises(R3LiteError, match="has unreadable tensors"):
+    with raises(R3LiteError, "checkpoint-unreadable"):
         checkpoint.read(folder)
 
 

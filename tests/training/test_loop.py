@@ -17,6 +17,7 @@ from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, 
 from r3lite.training import checkpoint, loop, metrics, optim
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
+from tests.errors import raises
 
 TOTAL = 8
 
@@ -159,7 +160,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(tmp_path, whole, capsys):
 def test_no_sound_checkpoint_is_an_error_and_no_silent_fresh_start(tmp_path):
     run(Toy(), output=str(tmp_path), stop_after=2)
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()
-    with pytest.raises(R3LiteError, match=r"has no valid checkpoint"):
+    with raises(R3LiteError, "no-valid-checkpoint"):
         run(Toy(), output=str(tmp_path), resume="auto")
 
 
@@ -225,7 +226,7 @@ def test_a_run_that_is_older_than_a_setting_is_resumed_with_its_default_only(tmp
         return loaded
 
     monkeypatch.setattr(checkpoint, "read", older)
-    with pytest.raises(R3LiteError, match=r"weight_decay \(was 0.0, is 0.5\)"):
+    with raises(R3LiteError, "resume-settings-differ", "weight_decay (was 0.0, is 0.5"):
         run(Toy(), output=str(tmp_path), resume="auto", weight_decay=0.5)
     assert run(Toy(), output=str(tmp_path), resume="auto")
 
@@ -235,27 +236,27 @@ def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     other = Toy()
     other.state.data = "other rows"
-    with pytest.raises(R3LiteError, match="data have changed"):
+    with raises(R3LiteError, "data-changed"):
         run(other, output=str(tmp_path), resume="auto")
-    with pytest.raises(R3LiteError, match="checkpoint of sft, not of ppo"):
+    with raises(R3LiteError, "checkpoint-of-other-command", "sft", "ppo"):
         run(Toy(), "ppo", output=str(tmp_path), resume="auto")
-    with pytest.raises(R3LiteError, match="dtype"):
+    with raises(R3LiteError, "checkpoint-precision-differs", "dtype"):
         run(Toy(torch.bfloat16), output=str(tmp_path), resume="auto")
     smaller = Toy()
     smaller.state.optimizer = optim.adamw([optim.ParameterGroup({"policy": smaller.policy}, 1.0)], 0.0)
-    with pytest.raises(R3LiteError, match=r"different weights.* value"):
+    with raises(R3LiteError, "checkpoint-weights-differ", "value"):
         run(smaller, output=str(tmp_path), resume="auto")
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, whole):
     for settings in ({"output": str(whole[1])}, {"output": str(tmp_path), "resume": str(whole[1])}):
-        with pytest.raises(R3LiteError, match="not an empty folder"):
+        with raises(R3LiteError, "output-not-empty"):
             run(Toy(), **settings)
-    with pytest.raises(R3LiteError, match="no such folder"):
+    with raises(R3LiteError, "resume-absent"):
         run(Toy(), resume=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(R3LiteError, match=r"has no valid checkpoint"):
+    with raises(R3LiteError, "no-valid-checkpoint"):
         run(Toy(), resume=str(tmp_path / "empty"))
     with pytest.raises(R3LiteError, match="--output"):
         run(Toy(), resume="auto")
@@ -336,6 +337,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
         raise OSError(28, "No space left on device")
 
     toy.state.save_adapter = full
-    with pytest.raises(R3LiteError, match=r"step 3 cannot be written.*No space left") as error:
+    with raises(R3LiteError, "run-unwritable", "step 3", "No space left") as error:
         run(toy, output=str(tmp_path))
     assert "--resume auto" in error.value.remedy

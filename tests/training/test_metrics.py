@@ -9,6 +9,7 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.training import metrics
+from tests.errors import raises
 
 
 def logged(output, records, total=10):
@@ -111,7 +112,7 @@ def test_a_line_that_is_no_record_is_refused_and_never_dropped(tmp_path, line, e
     with open(tmp_path / metrics.FILE, "a") as file:
         file.write(f"{line}{end}")
     for read in (metrics.read, lambda path: metrics.up_to(path, 1)):
-        with pytest.raises(R3LiteError, match="its line 2 was not written by a training run"):
+        with raises(R3LiteError, "foreign-line", "2", "a training run"):
             read(tmp_path / metrics.FILE)
 
 
@@ -128,7 +129,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path, broken):
     with log.file:
         log.file = Mock(wraps=log.file)
         getattr(log.file, broken).side_effect = OSError(errno.ENOSPC, "No space left on device")
-        with pytest.raises(R3LiteError, match=r"metrics\.jsonl cannot be written: .*No space left") as error:
+        with raises(R3LiteError, "metrics-unwritable", "metrics.jsonl", "No space left") as error:
             log.write({"step": 1})
             log.close()
     assert "--resume auto" in error.value.remedy

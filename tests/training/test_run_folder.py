@@ -17,6 +17,7 @@ from r3lite.core.invocation import with_values
 from r3lite.settings import PpoConfig
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.run_folder import RunFolder
+from tests.errors import raises
 from tests.training.test_loop import Toy, ToyConfig, run
 
 
@@ -31,7 +32,7 @@ def test_a_folder_in_which_another_process_writes_is_refused_before_it_is_read(t
     monkeypatch.setattr(checkpoint, "newest_valid", lambda *_: pytest.fail("it was read"))
     with sole_writer(tmp_path / "out"):
         for settings in ({"resume": "auto", "output": str(tmp_path / "out")}, {"resume": str(tmp_path / "out")}):
-            with pytest.raises(R3LiteError, match=rf"another process \(pid {os.getpid()}\) writes to") as error:
+            with raises(R3LiteError, "output-in-use", "pid", os.getpid()) as error:
                 RunFolder("sft", with_values(ToyConfig(), settings), "unused")
             assert "pass another output" in error.value.remedy
     assert contents(tmp_path) == before
@@ -39,13 +40,13 @@ def test_a_folder_in_which_another_process_writes_is_refused_before_it_is_read(t
 
 def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path):
     config = with_values(ToyConfig(), {"output": str(tmp_path / "out")})
-    with RunFolder("sft", config, "unused"), pytest.raises(R3LiteError, match="writes to"):
+    with RunFolder("sft", config, "unused"), raises(R3LiteError, "output-in-use"):
         RunFolder("sft", config, "unused")
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.md").write_text("")
     for _ in range(2):
-        with pytest.raises(R3LiteError, match=r"not an empty folder: it holds notes\.md"):
+        with raises(R3LiteError, "output-not-empty", "notes.md"):
             RunFolder("sft", config, "unused")
 
 
@@ -76,9 +77,7 @@ def test_resume_auto_begins_afresh_in_a_folder_of_the_same_run_only(tmp_path):
         toy.before_update = lambda number: 1 / 0
         run(toy, output=str(tmp_path), seed=3)
     before = contents(tmp_path)
-    with pytest.raises(
-        R3LiteError, match=r"is from another run of sft: learning_rate \(was 0.01, is 0.5\), seed \(was 3, is 0"
-    ):
+    with raises(R3LiteError, "other-run", "sft", "learning_rate (was 0.01, is 0.5), seed (was 3, is 0"):
         run(Toy(), output=str(tmp_path), resume="auto", learning_rate=0.5)
     assert contents(tmp_path) == before
     assert run(Toy(), output=str(tmp_path), resume="auto", seed=3)
@@ -125,9 +124,7 @@ def test_a_base_that_was_changed_in_place_is_refused(tmp_path):
     resumed(output, base)
     (base / "model.safetensors").write_bytes(bytes(99) + b"x")
     before = contents(output)
-    with pytest.raises(
-        R3LiteError, match=r"the files of the base model .*base have changed since the run started"
-    ) as error:
+    with raises(R3LiteError, "base-changed", "base") as error:
         resumed(output, base)
     assert "--adapter" in error.value.remedy and contents(output) == before
 
@@ -167,7 +164,7 @@ def test_a_foreign_line_in_the_log_is_refused_and_nothing_is_changed(tmp_path, l
     first, rest = log.read_text().split("\n", 1)
     log.write_text(f"{first}\n{line}\n{rest}")
     before = contents(tmp_path)
-    with pytest.raises(R3LiteError, match="its line 2 was not written by a training run"):
+    with raises(R3LiteError, "foreign-line", "2", "a training run"):
         run(Toy(), resume=str(tmp_path / "checkpoint-3"))
     assert contents(tmp_path) == before
 
@@ -176,7 +173,7 @@ def test_a_checkpoint_without_what_the_run_needs_is_refused(tmp_path):
     toy = Toy()
     toy.state.parts = {}
     run(toy, output=str(tmp_path), stop_after=2)
-    with pytest.raises(R3LiteError, match="has no state of seen"):
+    with raises(R3LiteError, "checkpoint-state-absent", "seen"):
         run(Toy(), output=str(tmp_path), resume="auto")
 
 
@@ -197,7 +194,7 @@ def test_what_cannot_be_written_is_told_with_a_remedy(tmp_path, what, calls, err
             raise error
 
     toy.state.save_adapter = save_adapter
-    with pytest.raises(R3LiteError, match=f"{what} cannot be written in .*No space left") as told:
+    with raises(R3LiteError, "run-unwritable", what, "No space left") as told:
         run(toy, output=str(tmp_path))
     assert "--resume auto" in told.value.remedy
 
@@ -222,7 +219,7 @@ class Reads(Toy):
 def test_a_run_whose_inputs_have_changed_is_refused_and_not_touched(tmp_path):
     run(Reads(prompts="a", corpus="b"), output=str(tmp_path), stop_after=2)
     before = contents(tmp_path)
-    with pytest.raises(R3LiteError, match="has changed since it started: corpus") as error:
+    with raises(R3LiteError, "inputs-changed", "corpus") as error:
         run(Reads(prompts="a", corpus="c"), output=str(tmp_path), resume="auto")
     assert "Restore it" in error.value.remedy and contents(tmp_path) == before
     # What only one of the two versions of r3lite knows of is taken to be the same.

@@ -8,6 +8,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.settings import TrackSettings
 from r3lite.training.metrics import NO_TRACKER, MetricsLog
 from r3lite.training.tracking import WANDB_ID, build_tracker
+from tests.errors import raises
 
 SETTINGS = {"seed": 7}
 RECORDS = [{"step": 1, "loss": 2.0, "guard/alarm": "kl", "kl": None}, {"step": 2, "loss": 1.5, "eval/f1": 0.5}]
@@ -74,7 +75,7 @@ def test_a_refusal_of_wandb_is_told_with_a_remedy(tmp_path, monkeypatch):
         raise wandb.errors.UsageError("no API key")
 
     monkeypatch.setattr(wandb, "init", init)
-    with pytest.raises(R3LiteError, match="no API key") as error:
+    with raises(R3LiteError, "wandb-unusable", "no API key") as error:
         build_tracker(TrackSettings(track="wandb"), SETTINGS, output=tmp_path, done=0)
     assert "WANDB_API_KEY" in error.value.remedy
 
@@ -82,7 +83,7 @@ def test_a_refusal_of_wandb_is_told_with_a_remedy(tmp_path, monkeypatch):
 @pytest.mark.parametrize("track", ["tensorboard", "wandb"])
 def test_a_package_that_is_not_there_is_named_before_the_run_begins(monkeypatch, track):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(R3LiteError, match=f"needs the package {track}") as error:
+    with raises(R3LiteError, "package-missing", track) as error:
         TrackSettings(track=track).check()
     assert "r3lite[track]" in error.value.remedy
     TrackSettings().check()

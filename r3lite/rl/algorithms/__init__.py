@@ -37,7 +37,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 def check(settings: RLSettings, set_by_user: Collection[str], lengths: LengthSettings) -> None:
     """Raises UsageError if settings contradict each other, or if the algorithm does not read one that the user set."""
     algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
-    read_by_some = frozenset().union(*(cls.own_settings for cls in ALGORITHMS.values()))
+    read_by_some: set[str] = set()
+    for cls in ALGORITHMS.values():
+        read_by_some |= cls.own_settings
     unread = read_by_some - algorithm.own_settings
     for setting, value in vars(settings).items():
         if setting not in unread or setting not in set_by_user:

@@ -149,7 +149,7 @@ class Algorithm:
         actions: ActionTokens,
         logprobs: Tensor,
         entropy: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> losses.TokenLoss:
         """Returns the loss [N] of each action token, and further metrics [N], which are logged as means over tokens.
 
         `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default PPO's clipped loss
@@ -176,11 +176,11 @@ class Algorithm:
                 loss = loss + self.kl_weight * estimate(logprobs, actions.reference)
         return loss, metrics
 
-    def value_loss(self, actions: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def value_loss(self, actions: ActionTokens, values: Tensor) -> losses.TokenLoss:
         """Returns the critic's loss [N] and metrics [N], for its values [N], with gradients. Needed if `has_critic`."""
         raise AssertionError("an algorithm with a critic needs a value loss")
 
-    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> losses.TokenLoss:
         """Returns the loss [N] of each action token with a teacher's distribution, and metrics [N].
 
         Needed if `has_teacher`. The names of the metrics begin with losses.GUIDED.

@@ -47,7 +47,7 @@ class Dgpo(Grpo):
             cause = "--kl-budget is measured on episodes that the policy sampled, but --teacher-logprobs replaces those"
             raise UsageError(f"{cause} that failed: pass --teacher, or no --kl-budget", code="budget-without-teacher")
 
-    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> losses.TokenLoss:
         kl = losses.truncated_kl(teacher, logprobs)
         return self.settings.teacher_weight * kl, {losses.GUIDED + "kl": kl}
 

@@ -25,7 +25,7 @@ class Mixed(Grpo):
         actions: ActionTokens,
         logprobs: Tensor,
         entropy: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> losses.TokenLoss:
         off_policy = actions.off_policy
         if off_policy is None:
             return super().loss(actions, logprobs, entropy)

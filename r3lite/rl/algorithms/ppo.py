@@ -32,7 +32,7 @@ class Ppo(Algorithm):
         )
         return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
 
-    def value_loss(self, actions: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def value_loss(self, actions: ActionTokens, values: Tensor) -> losses.TokenLoss:
         loss = losses.value_loss(
             values,
             old_values=actions.old_values,

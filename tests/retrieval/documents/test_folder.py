@@ -12,6 +12,7 @@ from r3lite.retrieval import index
 from r3lite.retrieval.documents import folder as folder_file
 from r3lite.retrieval.documents.folder import read_folder
 from r3lite.settings import DocumentSettings
+from tests.errors import raises
 
 SETTINGS = DocumentSettings(chunk_tokens=32, chunk_overlap=8)
 
@@ -134,7 +135,7 @@ def test_a_folder_without_a_document_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "x.png").touch()
     with pytest.raises(R3LiteError, match=r"1 of an unsupported type: x\.png"):
         read_folder(tmp_path, SETTINGS)
-    with pytest.raises(R3LiteError, match="not a folder"):
+    with raises(R3LiteError, "not-a-folder"):
         read_folder(tmp_path / "x.png", SETTINGS)
 
 
@@ -164,6 +165,6 @@ def test_a_file_that_needs_an_extra_is_named_and_others_do_not(tmp_path, monkeyp
     assert len(read_folder(tmp_path, SETTINGS).documents) == 6
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "g.md").write_text("seven", encoding="utf-8")
-    with pytest.raises(R3LiteError, match=r"the Markdown file sub/g\.md needs the package markdown_it") as error:
+    with raises(R3LiteError, "package-missing", "the Markdown file sub/g.md", "markdown_it") as error:
         read_folder(tmp_path, SETTINGS)
     assert "pip install 'r3lite[documents]'" in error.value.remedy

@@ -11,6 +11,7 @@ import pytest
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.documents.section import Unreadable
+from tests.errors import raises
 
 PACKAGES = {".md": "markdown_it", ".html": "lxml", ".pdf": "pypdf"}  # of the extra documents
 
@@ -25,7 +26,7 @@ def sections(suffix, content, name="a/b.x"):
 @pytest.mark.parametrize("suffix", PACKAGES)
 def test_without_its_package_a_layout_names_the_extra(monkeypatch, suffix):
     monkeypatch.setitem(sys.modules, PACKAGES[suffix], None)
-    with pytest.raises(R3LiteError, match=rf"a/b{suffix} needs the package {PACKAGES[suffix]}") as error:
+    with raises(R3LiteError, "package-missing", "a/b", suffix, PACKAGES[suffix]) as error:
         list(READERS[suffix](b"" if suffix == ".pdf" else "x", f"a/b{suffix}"))
     assert "pip install 'r3lite[documents]'" in error.value.remedy
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from itertools import chain, permutations
 
-import pytest
 import torch
 
 from r3lite.core.config import UsageError
@@ -10,6 +9,7 @@ from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
 from r3lite.settings import LengthSettings, RLSettings
+from tests.errors import raises
 
 
 def test_advantages_and_weights_by_hand():
@@ -78,5 +78,5 @@ def test_groups_stay_together():
 
 
 def test_a_group_of_one_is_refused():
-    with pytest.raises(UsageError, match="--num-generations is 1, but GRPO compares episodes of a question: pass 2"):
+    with raises(UsageError, "group-of-one", "--num-generations is 1, but GRPO compares episodes of a question"):
         ALGORITHMS["grpo"](RLSettings(algorithm="grpo", num_generations=1), LengthSettings())
