@@ -1,4 +1,4 @@
-"""examples/: the GRPO of one file reads steps, computes the loss of the package, and trains an adapter."""
+"""The GRPO of examples/ reads steps, computes the loss of the package and trains; the example of README.md runs."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ import torch
 from r3lite.core.files import shipped
 from r3lite.models import lora
 from r3lite.models.tensor_files import read_tensors
-from r3lite.models.weights import load_model
+from r3lite.models.weights import fingerprint, load_model
 from r3lite.rl.losses import clipped_surrogate, episode_mean
 
 ROOT = Path(__file__).parent.parent
@@ -99,3 +99,18 @@ def test_it_trains_an_adapter(example, monkeypatch, tmp_path, capsys):
     assert re.fullmatch(r"(round \d: mean reward [\d.]+\n){2}", capsys.readouterr().out)
     trained = read_tensors(tmp_path / "run" / "adapter" / lora.WEIGHTS)
     assert any(tensor.any() for name, tensor in trained.items() if ".lora_B." in name)  # zeros at the start
+
+
+def test_the_example_of_the_readme_runs(monkeypatch, tmp_path, capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## In Python\n")[2].partition("\n## ")[0]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    assert 0 < len(code.splitlines()) <= 14
+    model = load_model(TINY, torch.float32, "cpu")
+    lora.add_adapter(model, "policy", r=4, alpha=8)
+    lora.save_adapter(model, "policy", tmp_path / "adapter", base_model="tiny", fingerprint=fingerprint(TINY))
+    adapter = "runs/quickstart/sft"
+    assert adapter in code
+    monkeypatch.chdir(ROOT)
+    exec(code.replace(adapter, str(tmp_path)), {})
+    assert re.fullmatch(r"\[.*\] .*0\.\d+", capsys.readouterr().out.splitlines()[-1])
