@@ -112,7 +112,13 @@ class RolloutService:
     largest = LARGEST
     raw = ("/adapter/",)
 
-    def __init__(self, engine: Engine, retrieve: Retrieve, facts: dict[str, str], token: str | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        retrieve: Retrieve,
+        facts: dict[str, str],
+        token: str | None = None,
+    ):
         self.engine = engine
         self.retrieve = retrieve
         self.facts = facts

@@ -178,7 +178,12 @@ def sequence_to_json(sequence: Sequence) -> dict:
     return record
 
 
-def sequence_from_json(record: Record, question: Question, limits: EpisodeLimits, place: int = 0) -> Sequence:
+def sequence_from_json(
+    record: Record,
+    question: Question,
+    limits: EpisodeLimits,
+    place: int = 0,
+) -> Sequence:
     """Returns a finished sequence, which no critic has seen.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step ends at a token that was sampled,
