@@ -125,15 +125,18 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         return Earlier([], [])
     settings = config_of(output)
     rejections = rejections_of(output)
-    has_records = any(path.exists() and path.stat().st_size for path in (output, rejections))
-    is_continued = settings.exists() and has_records
+    is_continued = settings.exists() and (_has_content(output) or _has_content(rejections))
     if is_continued:
-        refuse_another_run(settings, "collect", config, output, MORE)
+        refuse_another_run(settings, "collect", config, output=output, free=MORE)
     command = f"collect --source {source}"
     return Earlier(
         recover_jsonl(output, is_kept, command, confirmed=is_continued),
         recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
     )
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:

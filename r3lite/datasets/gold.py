@@ -201,10 +201,11 @@ def steps(question: Question, documents: Sequence[Sequence[Document]], most_quer
     facts = ""
     demonstrated = []
     for group in groups:
+        queries_of_step = [sub_questions[i] for i in group]
         searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in group)
-        analysis = f"{opening} {' '.join(sub_questions[i] for i in group)}"
-        demonstrated.append(Step(analysis, searches))
-        facts = " ".join(f"{sub_questions[i]} {_sentence(question.hops[i].answer)}" for i in group)
+        demonstrated.append(Step(f"{opening} {' '.join(queries_of_step)}", searches))
+        answers = [_sentence(question.hops[i].answer) for i in group]
+        facts = " ".join(f"{query} {answer}" for query, answer in zip(queries_of_step, answers))
         opening = f"{facts} Next I need to find out:"
     return *demonstrated, Step(f"{facts} This gives the answer.", answer=question.answers[0])
 

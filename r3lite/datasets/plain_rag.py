@@ -25,7 +25,9 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
     transcripts = [Transcript(question) for question in questions]
     for transcript in transcripts:
         layout.open(transcript)
-    searches = [(transcript.question, transcript.pending[0]) for transcript in transcripts]
+    searches = []
+    for transcript in transcripts:
+        searches.append((transcript.question, transcript.pending[0]))
     outcomes = retrieve_all(retrieve, searches)
     rows = []
     for transcript, outcome in zip(transcripts, outcomes, strict=True):

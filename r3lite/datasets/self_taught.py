@@ -94,11 +94,13 @@ class Harvest:
         """Adds the selected episodes of questions, by their ids, to the file, and then what was rejected of them."""
         trajectories = []
         reasons = {}
+        records = []
         for id, (episodes, reasons_of_question) in selections.items():
-            trajectories += [Trajectory.of(episode.question, episode.steps, "self") for episode in episodes]
+            for episode in episodes:
+                trajectories.append(Trajectory.of(episode.question, episode.steps, "self"))
             reasons[id] = reasons_of_question
+            records.append({"id": id, "reasons": reasons_of_question})
         append_jsonl(self.output, [trajectory.to_json() for trajectory in trajectories])
-        records = [{"id": id, "reasons": reasons_of_question} for id, reasons_of_question in reasons.items()]
         append_jsonl(rejections_of(self.output), records)
         self.accepted += trajectories
         self.rejected |= reasons
