@@ -10,9 +10,9 @@ from pathlib import Path
 
 from r3lite.core.episode import ANSWERED, Question, Step
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import LengthSettings, ProtocolSettings
 

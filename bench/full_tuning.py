@@ -21,8 +21,8 @@ from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import encode_fitting, encode_rows_of, read_data
 from r3lite.devices.precision import Precision
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import metrics, optim
 

@@ -36,7 +36,7 @@ from r3lite.devices.precision import Precision, dtype_name
 from r3lite.memory import duration
 from r3lite.memory.plan import Plan
 from r3lite.models.linear import linear
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics
 from r3lite.training.metrics import peak_memory_mib

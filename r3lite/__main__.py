@@ -1,11 +1,14 @@
-"""`python -m r3lite`: lists the commands. `python -m r3lite X ...` and `r3lite X ...` are `python -m r3lite.X ...`."""
+"""`python -m r3lite`: lists the commands. `python -m r3lite X ...` and `r3lite X ...` are `python -m r3lite.X ...`.
+
+`r3lite rl` is `r3lite ppo`.
+"""
 
 import ast
 import importlib
 import sys
 from pathlib import Path
 
-from r3lite.core.command_names import COMMANDS
+from r3lite.core.command_names import ALIASES, COMMANDS
 from r3lite.core.environment import ignore_output
 from r3lite.core.errors import nearest
 
@@ -20,6 +23,7 @@ def listing() -> str:
     """Returns the commands with a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary(name)}" for name in COMMANDS]
+    lines += [f"  {alias:<{width}}  Is another name of {name}." for alias, name in ALIASES.items()]
     return "\n".join(["usage: r3lite COMMAND [--setting VALUE ...]", "", *lines, "", "See r3lite COMMAND --help."])
 
 
@@ -35,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             ignore_output()
             return 1
         return 0
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
         choices = ", ".join(COMMANDS) + nearest(name, COMMANDS)
         print(f"r3lite: unknown command {name!r}; choose from {choices}", file=sys.stderr)

@@ -69,7 +69,7 @@ def write_trajectories(config: CollectConfig) -> None:
 
         tally = collecting.collect(config, output, earlier)
     print(f"{tally.table()}\nwritten to {output}")
-    if not (tally.kept or tally.kept_earlier):
+    if not (tally.accepted or tally.accepted_earlier):
         raise R3LiteError("no trajectory was kept", "The table above shows why.", code="nothing-collected")
 
 

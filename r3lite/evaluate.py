@@ -31,8 +31,8 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def check_baseline(config: EvaluateConfig) -> None:
     """Raises R3LiteError for a baseline that lacks the retriever or the search that it needs."""
+    from r3lite.protocols.layout import OPENINGS
     from r3lite.protocols.registry import build_protocol
-    from r3lite.protocols.transcript import OPENINGS
 
     baseline = config.evaluate.baseline
     opening = OPENINGS[baseline]

@@ -17,8 +17,8 @@ from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, St
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import FAULTS
-from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rollout.engine import Engine
 

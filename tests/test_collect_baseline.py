@@ -9,9 +9,9 @@ from r3lite.core.episode import Failure
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.trajectories import encode_row
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.collecting import lines, read_rows, run
 

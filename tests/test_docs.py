@@ -19,9 +19,9 @@ from r3lite.datasets.conversations import LAYOUTS
 from r3lite.evaluation.scores import FULL_RECALL_EM, MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
 from r3lite.protocols import dag
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN, GRAPH_FAULTS
-from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.retriever import RETRIEVERS
 from r3lite.rewards.registry import REWARDS, VERDICT, named_rewards

@@ -10,7 +10,7 @@ from r3lite import evaluate
 from r3lite.assembly import evaluating
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer, write_jsonl
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from tests.evaluating import SCORES, answer, ask

@@ -7,7 +7,7 @@ import pytest
 from r3lite import evaluate, report
 from r3lite.assembly import evaluating
 from r3lite.core.files import write_jsonl
-from r3lite.protocols.transcript import OPENINGS, Layout
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.retrieval.setup import Setup
 from r3lite.settings.commands import BASELINES
 from tests.cold_start import WORLD

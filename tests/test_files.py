@@ -61,6 +61,15 @@ def test_a_crash_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken)
     assert (tmp_path / "a").read_text() == "old"
 
 
+@pytest.mark.parametrize("write", [lambda path: append_jsonl(path, [{"id": 1}]), lambda path: write_text(path, "new")])
+def test_what_is_written_is_on_the_disk_before_the_call_returns(tmp_path, monkeypatch, write):
+    """Else a power cut loses lines that the user was told of, or leaves an empty file in the place of the old one."""
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    write(tmp_path / "a")
+    assert flushed == [(tmp_path / "a").stat().st_size] != [0]
+
+
 def test_a_record_that_is_not_json_leaves_the_old_file(tmp_path):
     write_jsonl(tmp_path / "a", [{"a": 1}])
     with pytest.raises(TypeError):
@@ -99,6 +108,15 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin").write_bytes('{"a": "é"}'.encode("latin-1"))
     with raises(R3LiteError, "not-utf8"):
         list(read_jsonl(tmp_path / "latin"))
+
+
+def test_a_file_that_is_read_whole_has_a_size(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("12345", encoding="utf-8")
+    monkeypatch.setattr(files, "MAX_TEXT", 5)
+    assert files.read_text(tmp_path / "a", "") == "12345"
+    monkeypatch.setattr(files, "MAX_TEXT", 4)
+    with raises(R3LiteError, "file-too-large"):
+        files.read_text(tmp_path / "a", "")
 
 
 def test_windows_line_ends_and_byte_order_marks(tmp_path):

@@ -110,6 +110,35 @@ def test_a_retriever_that_others_can_reach_needs_a_token_before_it_loads_anythin
     assert "--host 0.0.0.0 can be reached from other machines, but R3LITE_TOKEN is not set" in capsys.readouterr().err
 
 
+def status_of(url: str, body: bytes | None, authorization: str | None) -> int:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_every_request_but_that_for_the_health_carries_the_whole_token(running):
+    token = "a secret of this test"
+    url = running(service(token))
+    asks = {"/retrieve": b'{"queries": ["x"]}', "/version": None}
+    for path, body in asks.items():
+        for wrong in (None, "", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}"):
+            assert status_of(url + path, body, wrong) == 401, (path, wrong)
+    found = {path: status_of(url + path, body, f"Bearer {token}") for path, body in asks.items()}
+    assert found == {"/retrieve": 200, "/version": 404}
+    assert status_of(f"{url}/health", None, None) == 200
+
+
+def test_a_short_token_is_refused(monkeypatch):
+    monkeypatch.setenv(listening.TOKEN, "x" * (listening.SHORTEST_TOKEN - 1))
+    with raises(R3LiteError, "token-short"):
+        listening.token_of("127.0.0.1")
+    monkeypatch.setenv(listening.TOKEN, "x" * listening.SHORTEST_TOKEN)
+    assert listening.token_of("127.0.0.1") == "x" * listening.SHORTEST_TOKEN
+
+
 def test_its_clients_send_the_token_of_the_retriever_and_not_that_of_our_own_server(monkeypatch, running):
     url = running(service("a secret of this test")) + "/retrieve"
     monkeypatch.delenv(listening.RETRIEVER_TOKEN, raising=False)

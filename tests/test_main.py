@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3lite.__main__ import listing, main
-from r3lite.core.command_names import COMMANDS
+from r3lite.core.command_names import ALIASES, COMMANDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,7 +20,7 @@ def started(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_every_command_is_listed_with_a_line():
     lines = listing().splitlines()
-    assert [line.split()[0] for line in lines[2:-2]] == list(COMMANDS)
+    assert [line.split()[0] for line in lines[2:-2]] == [*COMMANDS, *ALIASES]
     assert all(len(line.split()) > 4 and len(line) <= 130 for line in lines[2:-2])
 
 
@@ -51,6 +51,12 @@ def test_a_command_is_the_same_either_way(arguments):
     one, other = started("r3lite", "index", *arguments), started("r3lite.index", *arguments)
     assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
     assert one.returncode == (0 if arguments == ["--help"] else 2)
+
+
+def test_rl_is_another_name_of_ppo():
+    rl = started("r3lite", "rl", "--help")
+    ppo = started("r3lite.ppo", "--help")
+    assert (rl.returncode, rl.stdout, rl.stderr) == (0, ppo.stdout, "")
 
 
 def test_the_console_script_is_this_function():

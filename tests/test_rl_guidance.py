@@ -13,8 +13,8 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.trajectories import encode_row, read_traces
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import Scored
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer

@@ -19,7 +19,7 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.datasets.sources import read_data, read_questions_of
 from r3lite.protocols.chat import Chat
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.settings import LengthSettings, PpoConfig, SftConfig
 from tests.cold_start import WORLD, arguments, logged, same
 from tests.errors import raises

@@ -35,7 +35,7 @@ CALLS = (
     ("r3lite.rollout.engine", "Engine", "_sample", "sample"),
     ("r3lite.training.state", "TrainState", "update", "update"),
     ("r3lite.llm.transport", "Calls", "run", "request"),
-    ("r3lite.llm.client", "Client", "_kept", "reply"),
+    ("r3lite.llm.client", "Client", "_count_and_store", "reply"),
     ("r3lite.retrieval.query_cache", "QueryCache", "_write", "cache"),
 )
 # Functions that write a file in another language: half of it may be there.

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.serving import resident
-from bench.stress import soak
+from bench.stress import watching
 from r3lite.core.files import read_jsonl
 
 QUESTIONS = 2  # of a round
@@ -38,14 +38,14 @@ class WorkerProcess:
     def __init__(self, folder: Path):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        flags = [*soak.TINY, *SIZES, "--index", str(folder / "index"), "--port", str(self.port)]
+        flags = [*watching.TINY, *SIZES, "--index", str(folder / "index"), "--port", str(self.port)]
         self._command = [sys.executable, "-m", "r3lite.rollout_worker", *flags]
         self.start()
 
     def start(self) -> None:
         """Returns as soon as it answers."""
-        environment = os.environ | {"PYTHONPATH": str(soak.ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(self._command, cwd=soak.ROOT, env=environment, stdout=subprocess.DEVNULL)
+        environment = os.environ | {"PYTHONPATH": str(watching.ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(self._command, cwd=watching.ROOT, env=environment, stdout=subprocess.DEVNULL)
         while True:
             assert self.process.poll() is None, "a worker has ended; its message is above"
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
@@ -107,7 +107,7 @@ class Trouble(threading.Thread):
         super().__init__(daemon=True)
         self.workers = workers
         self.links = links
-        self.rounds = soak.logged(output)
+        self.rounds = watching.logged(output)
         self.counts: Counter[str] = Counter()
         self.memory: list[tuple[int, float]] = []  # (round, MiB)
         self.is_over = threading.Event()
@@ -166,7 +166,7 @@ def run(folder: Path, total: int) -> dict:
         "rounds_compared": compared,
         "rounds_differ": len(differ),
         "worker_mib": tenths(trouble.memory, total),
-        "trainer": soak.verdict(looks, total),
+        "trainer": watching.verdict(looks, total),
     }
     why = flaws(figures)
     return figures | {"held": not why, "why": why}
@@ -181,7 +181,7 @@ def flaws(figures: dict) -> list[str]:
     if late > early + 2:
         why.append("descriptors grew")
     early, late = figures["worker_mib"]
-    if late > soak.MOST_GROWTH * early:
+    if late > watching.MOST_GROWTH * early:
         why.append("the memory of a worker grew")
     if figures["rounds_wrong"]:
         why.append("episodes are lost or doubled")
@@ -194,15 +194,15 @@ def flaws(figures: dict) -> list[str]:
 
 def trainer(folder: Path, total: int, servers: list[str]) -> list[str]:
     """The command of the run, without its output."""
-    data = ["--data", str(soak.WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
+    data = ["--data", str(watching.WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
     sizes = f"--batch-size {QUESTIONS} --num-generations {EPISODES} --mini-batch-size 8 --update-epochs 1"
     sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 5 --algorithm grpo --kl-beta 0.01"
     start = ["--adapter", str(folder / "start"), "--rollout-server", ",".join(servers)]
-    return [sys.executable, "-m", "r3lite.ppo", *soak.TINY, *data, *SIZES, *sizes.split(), *start]
+    return [sys.executable, "-m", "r3lite.ppo", *watching.TINY, *data, *SIZES, *sizes.split(), *start]
 
 
-def watch(command: list[str], output: Path, total: int, *flags: str) -> list[soak.Look]:
-    looks, status = soak.watched([*command, *flags, "--output", str(output)], output, total)
+def watch(command: list[str], output: Path, total: int, *flags: str) -> list[watching.Look]:
+    looks, status = watching.watched([*command, *flags, "--output", str(output)], output, total)
     assert status == 0, output.with_suffix(".log").read_text()[-2000:]
     return looks
 

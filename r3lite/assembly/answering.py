@@ -10,9 +10,9 @@ from r3lite.core.episode import Episode, Retrieve
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.retrieval.procedures import Finder, open_finder
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup

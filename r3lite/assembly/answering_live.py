@@ -20,9 +20,9 @@ from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights
 from r3lite.protocols.base import Protocol as StepFormat
 from r3lite.protocols.chat import Chat
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler

@@ -16,9 +16,9 @@ from r3lite.datasets.teacher import Teacher
 from r3lite.llm.client import Client
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import CollectConfig

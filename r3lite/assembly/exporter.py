@@ -22,9 +22,9 @@ from r3lite.models import gguf_tokenizer, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.gguf_files import Header
 from r3lite.models.projections import Nf4Linear
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.training.earlier_run import result_of_run, settings_of

@@ -21,8 +21,9 @@ from r3lite.llm.replies import Reply, Request, parse
 from r3lite.memory.workloads import judge_work
 from r3lite.models import activation_checkpointing, weights
 from r3lite.protocols.chat import Chat
+from r3lite.protocols.layout import Layout
+from r3lite.protocols.observations import ANSWER_ROOM
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import ANSWER_ROOM, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener, Sequence

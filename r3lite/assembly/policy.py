@@ -207,7 +207,13 @@ def _train_adapter(
     )
 
 
-def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Training, folder: Path) -> Policy:
+def _train_all(
+    model: CausalLM,
+    precision: Precision,
+    plan: Plan,
+    training: Training,
+    folder: Path,
+) -> Policy:
     """Returns a policy of which all weights are trained: each layer's are changed within the backward pass."""
     if training.ranks.size > 1:
         cause = f"--no-lora trains in one process, but torchrun started {training.ranks.size}"
@@ -372,7 +378,13 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
 
-def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None, streamed: bool = False) -> CausalLM:
+def load_frozen(
+    folder: Path,
+    precision: Precision,
+    nf4: bool,
+    cache: str | None,
+    streamed: bool = False,
+) -> CausalLM:
     """Returns the model of a folder, dense or in NF4, with all its layers on the device or with two of them.
 
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
@@ -383,7 +395,13 @@ def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None
     return model
 
 
-def _load(folder: Path, precision: Precision, nf4: bool, cache: str | None, streamed: bool) -> CausalLM:
+def _load(
+    folder: Path,
+    precision: Precision,
+    nf4: bool,
+    cache: str | None,
+    streamed: bool,
+) -> CausalLM:
     """Loads a model; takes NF4 weights from the cache if it has them, else writes them there."""
     dtype = precision.dtype
     device = precision.device

@@ -25,9 +25,9 @@ from r3lite.llm.client import CachingClient
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.models.lora import adapter_folder
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.observations import ANSWER_ROOM
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.templates import prompt_file, read_prompt, unfit
-from r3lite.protocols.transcript import ANSWER_ROOM
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine

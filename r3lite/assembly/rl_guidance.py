@@ -15,8 +15,8 @@ from r3lite.core.episode import ANSWERED, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import Row, Trajectory, encode_row, read_traces
 from r3lite.devices.ranks import Ranks
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import Layout
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights
 from r3lite.rewards.reward import Scored, highest_outcome, outcome_share, score_all

@@ -89,7 +89,8 @@ class Round:
             turns=[sampled_turns(sequence) for sequence in sequences],
             logprobs=[sequence.logprobs for sequence in sequences],
         )
-        return metrics | mixed_groups(scored, groups) | self.extra_metrics
+        metrics |= mixed_groups(scored, groups)
+        return metrics | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
         """Returns the lines of episodes.jsonl."""
@@ -120,7 +121,8 @@ class Round:
                 rollout = to_rollout(sequence, scored, group=group, failed_below=failed_below)
                 rollouts.append(rollout)
         groups = {rollout.group for rollout in rollouts}
-        return rollouts + [rollout for rollout in self.off_policy if rollout.group in groups]
+        off_policy = [rollout for rollout in self.off_policy if rollout.group in groups]
+        return rollouts + off_policy
 
 
 def sampled_turns(sequence: Sequence) -> list[list[int]]:
@@ -133,7 +135,12 @@ def sampled_turns(sequence: Sequence) -> list[list[int]]:
     return turns
 
 
-def to_rollout(sequence: Sequence, scored: Scored, group: int, failed_below: float | None) -> Rollout:
+def to_rollout(
+    sequence: Sequence,
+    scored: Scored,
+    group: int,
+    failed_below: float | None,
+) -> Rollout:
     """Returns an episode with its rewards as numbers."""
     # The steps before an end that was sampled again are not sampled here, and pay nothing.
     step_rewards = zip(sequence.step_ends, scored.steps)
@@ -159,10 +166,20 @@ class RolloutEngine(Protocol):
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Prepares for the episodes of a round, which are sampled with the weights that the policy now has."""
 
-    def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def run(
+        self,
+        questions: list[Question],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples one episode per question, each from the random stream of its own seed."""
 
-    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def continue_from(
+        self,
+        starts: list[tuple[Sequence, int]],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps)."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
@@ -251,7 +268,13 @@ class RoundSampler:
         scored = self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
         return Round(sequences, scored, groups)
 
-    def _guided(self, number: int, sampled: Round, questions: list[Question], replayed: list[str]) -> Round:
+    def _guided(
+        self,
+        number: int,
+        sampled: Round,
+        questions: list[Question],
+        replayed: list[str],
+    ) -> Round:
         """Returns the round with the off-policy episodes of its groups."""
         group_questions = [question.id for question in questions[:: self.config.rl.num_generations]]
         rewards = [scored for scored in sampled.scored if scored is not None]
@@ -286,9 +309,10 @@ class RoundSampler:
             last_end = sequence.step_ends[steps - 1]
             shared_tokens += sum(sequence.action_mask[: last_end + 1])
         action_tokens = sum(sum(sequence.action_mask) for sequence in sequences)
+        solved = sum(scored is not None and scored.right for scored in new.scored)
         metrics = {
             "expand/episodes": len(sequences),
-            "expand/solved": sum(scored is not None and scored.right for scored in new.scored),
+            "expand/solved": solved,
             "expand/shared_tokens": shared_tokens,  # action tokens that were not sampled again
             "expand/new_tokens": action_tokens - shared_tokens,
             "expand/zero_std_before": _without_variance(sampled.rewards()),
@@ -367,4 +391,5 @@ def near_misses(sampled: Round) -> list[Expansion]:
 
 def _without_variance(rewards: Rewards) -> float:
     """Returns the share of the groups whose rewards are all equal."""
-    return sum(not has_variance(group) for group in rewards) / len(rewards)
+    count = sum(not has_variance(group) for group in rewards)
+    return count / len(rewards)

@@ -28,8 +28,8 @@ from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import highest_outcome
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout

@@ -24,8 +24,8 @@ from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
 from r3lite.memory.plan import Plan
 from r3lite.models import lora, weights
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -112,7 +112,13 @@ class RolloutService:
     largest = LARGEST
     raw = ("/adapter/",)
 
-    def __init__(self, engine: Engine, retrieve: Retrieve, facts: dict[str, str], token: str | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        retrieve: Retrieve,
+        facts: dict[str, str],
+        token: str | None = None,
+    ):
         self.engine = engine
         self.retrieve = retrieve
         self.facts = facts

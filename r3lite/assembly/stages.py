@@ -127,33 +127,19 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments += quick["evaluate"]
         if adapter:
             arguments += ["--adapter", str(adapter)]
-        run_stage(
-            f"evaluate the {name} model on questions about new entities",
-            commands=commands,
-            name="evaluate",
-            arguments=arguments,
-        )
+        title = f"evaluate the {name} model on questions about new entities"
+        run_stage(title, commands=commands, name="evaluate", arguments=arguments)
         return Stage(name, folder, minutes)
 
     def collect(title: str, trajectories: Path, *hurried: str) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *retrieval_arguments(format, out)]
         arguments += ["--output", str(trajectories), "--limit", str(TRAJECTORIES), *hurried, *quick["collect"]]
-        run_stage(
-            title,
-            commands=commands,
-            name="collect",
-            arguments=arguments,
-        )
+        run_stage(title, commands=commands, name="collect", arguments=arguments)
 
     def train(title: str, trajectories: Path, adapter: Path) -> float:
         arguments = [*shared, *format_arguments(format), "--data", str(trajectories), "--output", str(adapter)]
         arguments += [*SFT_STEPS_OF_FORMAT.get(format, []), *quick["sft"]]
-        return run_stage(
-            title,
-            commands=commands,
-            name="sft",
-            arguments=arguments,
-        )
+        return run_stage(title, commands=commands, name="sft", arguments=arguments)
 
     if format != "solution":
         run_stage(

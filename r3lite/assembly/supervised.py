@@ -28,8 +28,8 @@ from r3lite.models.lora import cast_once
 from r3lite.models.packing import groups, states_before
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop

@@ -12,16 +12,16 @@ from r3lite.assembly.teacher import fingerprint, top_tokens
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer, sweep
 from r3lite.datasets import teacher_logprobs
-from r3lite.datasets.teacher_logprobs import PART, Origin
+from r3lite.datasets.teacher_logprobs import PART, CacheOrigin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import weights
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import CollectConfig
 
 
@@ -48,7 +48,7 @@ def write_cache(config: CollectConfig) -> None:
         trajectories = read_rows(data.data, protocol, limit=data.limit, skip_bad_rows=data.skip_bad_rows)
         questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, config.lengths))
         plan = plan_memory(config, len(rows))
-        origin = Origin(
+        origin = CacheOrigin(
             teacher=fingerprint(base, config.model.adapter, nf4=plan.memory.nf4),
             tokenizer=tokenizer.fingerprint,
             trajectories=rows_fingerprint(rows),

@@ -106,7 +106,10 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     sound = {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         sound = {"efficient", "cpu"}
-    unsound = [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]
+    unsound = []
+    for mask, kernels in used.items():
+        if not set(kernels.split("+")) <= sound:
+            unsound.append(mask)
     if unsound:
         message = ", ".join(f"{mask}: {used[mask]}" for mask in unsound)
         return judged(False, message, "Memory grows with T^2 there: use short rows, and report it with doctor.json.")
@@ -118,7 +121,11 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     return judged(True, "; ".join(f"{kernel}: {', '.join(masks)}" for kernel, masks in masks_by_kernel.items()))
 
 
-def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[str, float]) -> Finding:
+def beside_tensors(
+    precision: Precision,
+    driver: dict[str, str],
+    measured: dict[str, float],
+) -> Finding:
     """Compares what the card holds beside tensors with what is planned, part by part, once everything else has run.
 
     `driver` is what the driver said before CUDA was used. `measured` has the figures of the other checks.

@@ -45,7 +45,8 @@ def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
     sound = True
     for dtype, (ours, theirs) in pairs.items():
         name = dtype_name(dtype)
-        difference = (ours.float().cpu() - theirs.float().cpu()).abs()
+        difference = ours.float().cpu() - theirs.float().cpu()
+        difference = difference.abs()
         mean = float(difference.mean())
         sound &= mean <= BOUNDS[dtype]  # a nan is not
         parts.append(f"{mean:.1e} in {name} ({BOUNDS[dtype]:g} allowed)")

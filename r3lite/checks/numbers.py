@@ -20,9 +20,9 @@ from r3lite.models.offload import Offload
 from r3lite.models.packing import states_before
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.rollout.decoder import LEAST_COSINE, Decoder, GraphDecoder
 from r3lite.rollout.engine import Engine
@@ -57,7 +57,12 @@ def logits(precision: Precision) -> Finding:
 
 
 @torch.no_grad()
-def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device, about: str) -> Finding:
+def against_the_cpu(
+    model: CausalLM,
+    rows: list[list[int]],
+    device: torch.device,
+    about: str,
+) -> Finding:
     """Compares a model's logits in fp32 with those of the same one on the CPU; `about` ends the message."""
     reference = tiny(Precision(torch.float32, CPU))
     logits_here = model.logits(model(padded(rows, device)))
@@ -97,18 +102,21 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
     cache = KVCache.of(model, len(rows))
     hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]
     cached_lengths = [0] * len(rows)
-    single = [1] * len(rows)
-    stretches = [[40, 25, 61, 5], single, single, single, [30, 41, 1, 17], single, single, single]
-    stretches.append([len(row) - sum(counts[i] for counts in stretches) for i, row in enumerate(rows)])
+    single_tokens = [[1] * len(rows)] * 3
+    stretches = [[40, 25, 61, 5], *single_tokens, [30, 41, 1, 17], *single_tokens]
+    read_lengths = map(sum, zip(*stretches))
+    stretches.append([len(row) - length for row, length in zip(rows, read_lengths)])
     with precision.autocast():
         for counts in stretches:
-            parts = [row[start : start + n] for row, start, n in zip(rows, cached_lengths, counts)]
+            ends = [start + count for start, count in zip(cached_lengths, counts)]
+            parts = [row[start:end] for row, start, end in zip(rows, cached_lengths, ends)]
             for hidden_of_row, hidden in zip(hidden_of_rows, _read(model, cache, parts)):
                 hidden_of_row.append(hidden)
-            cached_lengths = [start + n for start, n in zip(cached_lengths, counts)]
-        of_pieces = [
-            predicted(model.logits(torch.cat(hidden_of_row)), row) for hidden_of_row, row in zip(hidden_of_rows, rows)
-        ]
+            cached_lengths = ends
+        of_pieces = []
+        for hidden_of_row, row in zip(hidden_of_rows, rows):
+            logits_of_row = model.logits(torch.cat(hidden_of_row))
+            of_pieces.append(predicted(logits_of_row, row))
     return torch.cat(of_pieces), of_whole_rows
 
 
@@ -161,9 +169,10 @@ def _captured(precision: Precision, capture: Callable | None) -> tuple[float, fl
     row = sentences()[0]
     plain_cache = KVCache.of(model, 6)
     graph_cache = KVCache.of(model, 6)
+    beginnings = [row[:length] for length in (5, 40, BLOCK - 3, 17, 2, 9)]
     with precision.autocast():
         for cache in (plain_cache, graph_cache):
-            _read(model, cache, [row[:n] for n in (5, 40, BLOCK - 3, 17, 2, 9)])
+            _read(model, cache, beginnings)
         plain = Decoder(model, plain_cache)
         by_graphs = GraphDecoder(model, graph_cache, 2 * BLOCK, capture)
         cosines = []
@@ -181,8 +190,11 @@ def _pools_mib() -> float:
     """Returns MiB of the memory pools of all graphs that exist; 0 if PyTorch's allocator says nothing."""
     if not torch.cuda.is_available() or not torch.cuda.memory_reserved():
         return 0.0
-    of_graphs = [piece for piece in torch.cuda.memory_snapshot() if tuple(piece["segment_pool_id"]) != (0, 0)]
-    return sum(piece["total_size"] for piece in of_graphs) / 2**20
+    size = 0
+    for piece in torch.cuda.memory_snapshot():
+        if tuple(piece["segment_pool_id"]) != (0, 0):
+            size += piece["total_size"]
+    return size / 2**20
 
 
 def sampler(precision: Precision) -> Finding:
@@ -216,14 +228,17 @@ def nf4_weights(precision: Precision) -> Finding:
     on_cpu = nf4.quantize(weight)
     on_device = nf4.quantize(weight.to(precision.device))
     codes_differ = float((on_cpu.codes != on_device.codes.cpu()).float().mean())
-    moved = nf4.Nf4Weight(*(tensor.to(precision.device) for tensor in vars(on_cpu).values()))
+    tensors = [tensor.to(precision.device) for tensor in vars(on_cpu).values()]
+    moved = nf4.Nf4Weight(*tensors)
     by_hand = _dequantized_by_hand(on_cpu)
-    weights_off = float((nf4.dequantize([moved], torch.float32).cpu() - by_hand).abs().max())
+    dequantized = nf4.dequantize([moved], torch.float32).cpu()
+    weights_off = float((dequantized - by_hand).abs().max())
     error = float((by_hand - weight).square().mean().sqrt())  # of weights whose standard deviation is 1
     layer = Nf4Linear(moved, None, precision.dtype)
     product = layer(x.to(precision.device, precision.dtype)).float().cpu()
     exact = x @ by_hand.t()
-    product_off = float((product - exact).abs().mean() / exact.abs().mean())
+    difference = (product - exact).abs().mean()
+    product_off = float(difference / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
     message = f"{codes_differ:.1%} of codes differ from the CPU; weights off by {weights_off:.1e}, "
     message += f"product by {product_off:.1e}, {bound:g} allowed"
@@ -239,8 +254,11 @@ def nf4_weights(precision: Precision) -> Finding:
 
 def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
     """Returns the weight [out, in] in fp32 by the format's definition, on the CPU, in none of the ways of `nf4`."""
-    codes = torch.stack((weight.codes >> 4, weight.codes & 15), dim=-1).view(-1, nf4.BLOCK).long()
-    absmax = weight.absmax.float() * weight.absmax_scale[:, None] + weight.absmax_mean[:, None]  # [groups, 256]
+    first = weight.codes >> 4
+    second = weight.codes & 15
+    codes = torch.stack((first, second), dim=-1).view(-1, nf4.BLOCK).long()
+    absmax = weight.absmax.float() * weight.absmax_scale[:, None]  # [groups, 256]
+    absmax = absmax + weight.absmax_mean[:, None]
     points = torch.tensor(nf4.POINTS)[codes]  # [blocks, 64]
     scales = absmax.view(-1)[: len(codes), None]
     return (points * scales).view(weight.shape)
@@ -249,16 +267,19 @@ def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
 def offload(precision: Precision) -> Finding:
     """Checks tensors that are put into the host's memory and taken back, and a backward pass with its inputs there."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1 << 16, generator=generator).to(precision.device, precision.dtype) for _ in range(6)]
+    numbers = [torch.randn(1 << 16, generator=generator) for _ in range(6)]
+    tensors = [x.to(precision.device, precision.dtype) for x in numbers]
     host = Offload(precision.device)
     for x in tensors:
         host.put(x)
-    returned = [host.take() for _ in tensors][::-1]
-    if not all(torch.equal(x, y) for x, y in zip(tensors, returned, strict=True)):
-        return judged(False, "tensors changed on their way to the host's memory and back")
+    returned = [host.take() for _ in tensors]
+    for x, y in zip(tensors, reversed(returned), strict=True):
+        if not torch.equal(x, y):
+            return judged(False, "tensors changed on their way to the host's memory and back")
     with_host = _gradients(precision, offloaded=True)
     without = _gradients(precision, offloaded=False)
-    share = float((with_host - without).abs().max() / without.abs().max())
+    difference = (with_host - without).abs().max()
+    share = float(difference / without.abs().max())
     bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
     message = f"tensors unchanged; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
     if precision.device.type == "cuda" and not host.pinned:
@@ -279,4 +300,5 @@ def _gradients(precision: Precision, offloaded: bool) -> Tensor:
         hidden, targets = states_before(model, rows, [[True] * len(row) for row in rows])
         loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)
     (loss / len(targets)).backward()
-    return torch.cat([p.grad.flatten().cpu() for p in adapter_parameters(model, "policy").values()])
+    parameters = adapter_parameters(model, "policy").values()
+    return torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])

@@ -49,7 +49,8 @@ class CheckLog:
         except Exception as error:  # of any kind: this is what a check may find
             finding = Finding("failed", *message_of(error))
             raised_at = frames(error)
-        warnings = [line for line in printed.getvalue().splitlines() if line.startswith(("warning:", "r3lite."))]
+        lines = printed.getvalue().splitlines()
+        warnings = [line for line in lines if line.startswith(("warning:", "r3lite."))]
         entry: dict = {"name": name, "state": finding.state, "told": self.hide(finding.message)}
         if finding.remedy:
             entry["remedy"] = self.hide(finding.remedy)
@@ -119,7 +120,8 @@ def plain(value: float) -> float | None:
 
 def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
     """Returns a function that takes paths out of a text, and the names of the user and of the machine."""
-    longest_first = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)
+    named_folders = {folder for folder in folders if len(folder) > 1}
+    longest_first = sorted(named_folders, key=len, reverse=True)
     words = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names if name]
 
     def hide(text: str) -> str:
@@ -136,10 +138,17 @@ def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
 def users_own() -> Callable[[str], str]:
     """Returns a `hider` of this process's folders and of its user."""
     package = str(Path(r3lite.__file__).parent)
-    folders = [os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), sys.prefix, package]
+    folders = [
+        os.path.expanduser("~"),
+        os.getcwd(),
+        tempfile.gettempdir(),
+        sys.prefix,
+        package,
+    ]
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a user without a name
         user = ""
-    home = Path.home().name
-    return hider(folders, [user, home, platform.node(), platform.node().partition(".")[0]])
+    machine = platform.node()
+    names = [user, Path.home().name, machine, machine.partition(".")[0]]
+    return hider(folders, names)

@@ -79,7 +79,8 @@ def training(precision: Precision) -> Finding:
         reference = train(folder / "cpu", sft_flags(folder, exact, *steps))
         records = train(folder / "device", sft_flags(folder, precision, *steps))
     losses = [float("nan") if record["loss"] is None else record["loss"] for record in records]
-    off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, reference, strict=True))
+    expected = [record["loss"] for record in reference]
+    off = largest(abs(a - b) for a, b in zip(losses, expected, strict=True))
     skips = records[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
     message = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"

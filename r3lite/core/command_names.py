@@ -5,4 +5,5 @@ COMMANDS = (
     "tune_prompt", "check_format", "prepare", "procedures", "rollout_worker",
     "quickstart",
 )  # fmt: skip
+ALIASES = {"rl": "ppo"}  # other names of commands in `r3lite NAME`
 DISTRIBUTED = ("sft", "ppo")  # commands that torchrun may start in several processes

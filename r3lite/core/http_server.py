@@ -245,7 +245,7 @@ class Server(ThreadingHTTPServer):
     def _refuse(self, request: socket.socket) -> None:
         """Says without waiting that there are too many connections, and closes this one."""
         body = json.dumps({"error": "the server has too many connections, try again soon"}).encode()
-        head = b"HTTP/1.0 503 HttpService Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        head = b"HTTP/1.0 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         request.setblocking(False)
         with contextlib.suppress(OSError):
             request.send(head + b"content-length: %d\r\n\r\n" % len(body) + body)

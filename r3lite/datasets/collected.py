@@ -29,7 +29,7 @@ REJECTIONS = {
 class Earlier:
     """The records of earlier runs into the same file: trajectories, and what the runs rejected."""
 
-    kept: list[dict]
+    accepted: list[dict]
     rejected: list[dict]
 
 
@@ -38,8 +38,8 @@ class Tally:
     """Counts of the questions: kept, rejected for what reason, and what their trajectories hold."""
 
     questions: int
-    kept: int = 0
-    kept_earlier: int = 0  # by runs that this one continues
+    accepted: int = 0
+    accepted_earlier: int = 0  # by runs that this one continues
     rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
     rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
@@ -49,7 +49,7 @@ class Tally:
 
     def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
         """Counts a trajectory with its steps, its gold paragraphs, and those of them that were retrieved."""
-        self.kept += 1
+        self.accepted += 1
         self.steps += steps
         self.gold += gold
         self.retrieved_gold += retrieved_gold
@@ -67,12 +67,12 @@ class Tally:
     def table(self) -> str:
         """Returns the counts as lines of a name and a value."""
         mean_steps = "-"
-        if self.kept:
-            mean_steps = f"{self.steps / self.kept:.2f}"
+        if self.accepted:
+            mean_steps = f"{self.steps / self.accepted:.2f}"
         share_of_gold = "-"
         if self.gold:
             share_of_gold = f"{self.retrieved_gold / self.gold:.3f}"
-        rows: list[tuple[str, object]] = [("questions", self.questions), ("trajectories kept", self.kept)]
+        rows: list[tuple[str, object]] = [("questions", self.questions), ("trajectories kept", self.accepted)]
         rows += [(f"rejected: {reason}", count) for reason, count in self.rejected.most_common()]
         rows.append(("mean steps", mean_steps))
         rows.append(("gold paragraphs found", share_of_gold))
@@ -125,15 +125,18 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         return Earlier([], [])
     settings = config_of(output)
     rejections = rejections_of(output)
-    has_records = any(path.exists() and path.stat().st_size for path in (output, rejections))
-    is_continued = settings.exists() and has_records
+    is_continued = settings.exists() and (_has_content(output) or _has_content(rejections))
     if is_continued:
-        refuse_another_run(settings, "collect", config, output, MORE)
+        refuse_another_run(settings, "collect", config, output=output, free=MORE)
     command = f"collect --source {source}"
     return Earlier(
         recover_jsonl(output, is_kept, command, confirmed=is_continued),
         recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
     )
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
@@ -142,7 +145,7 @@ def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str])
     Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
     """
     path = config_of(output)
-    if path.exists() and (earlier.kept or earlier.rejected):
+    if path.exists() and (earlier.accepted or earlier.rejected):
         lines = path.read_text(encoding="utf-8").splitlines()
         input_lines = [line for line in lines if line.startswith(INPUTS)]
         inputs_of_earlier = {}

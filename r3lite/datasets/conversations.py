@@ -139,8 +139,10 @@ def from_glaive(row: Record, key: str) -> list[dict]:
     preamble, *turns = pieces
     if preamble or not turns:
         raise row.error(f"{key} does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
+    headings = turns[::2]
+    texts = turns[1::2]
     messages = []
-    for heading, text in zip(turns[::2], turns[1::2], strict=True):
+    for heading, text in zip(headings, texts, strict=True):
         text = text.strip().removesuffix(GLAIVE_END).strip()
         if GLAIVE_END in text:
             raise row.error(f"{key} has text after {GLAIVE_END} on the same line; turns must start on a new line")
@@ -323,7 +325,10 @@ def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
         )
 
 
-def layout_of(row: Record, other_keys: Iterable[str] = ()) -> tuple[str, ...] | None:
+Keys = tuple[str, ...]  # of a layout: its name, too
+
+
+def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
     """Returns the keys of the row's layout; None if it has none.
 
     Raises InvalidRecord at several layouts, or at one beside a key of `other_keys`. Keys that another layout of the row
@@ -339,17 +344,17 @@ def layout_of(row: Record, other_keys: Iterable[str] = ()) -> tuple[str, ...] | 
     return layouts[0]
 
 
-def _is_covered(keys: tuple[str, ...], layouts: list[tuple[str, ...]]) -> bool:
+def _is_covered(keys: Keys, layouts: list[Keys]) -> bool:
     """Returns whether another of the layouts knows all keys of one."""
     return any(keys != layout and set(keys) <= set(declared(layout)) for layout in layouts)
 
 
-def declared(keys: tuple[str, ...]) -> tuple[str, ...]:
+def declared(keys: Keys) -> Keys:
     """Returns all keys that a row of a layout may have."""
     return (*keys, *SYSTEM, *LAYOUTS[keys].reads, *LAYOUTS[keys].ignores, *IGNORED)
 
 
-def read_conversation(row: Record, id: str, keys: tuple[str, ...]) -> Conversation:
+def read_conversation(row: Record, id: str, keys: Keys) -> Conversation:
     """Returns the conversation of a row of the layout with these keys.
 
     Raises InvalidRecord if nothing in it can be trained on.

@@ -26,7 +26,7 @@ from r3lite.core.answer_match import normalize
 from r3lite.core.episode import Document, Hop, Question, Search, Step
 from r3lite.datasets.hops import name_of
 from r3lite.protocols.base import Protocol, one_line
-from r3lite.protocols.plan import Node, Plan
+from r3lite.protocols.plan import Node, SearchPlan
 
 MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 DATE = re.compile(
@@ -71,7 +71,7 @@ def queries(question: Question) -> list[str]:
     return filled
 
 
-def plan_of(question: Question) -> Plan:
+def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
     `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's, become `{A}`, unless the question
@@ -93,7 +93,7 @@ def plan_of(question: Question) -> Plan:
             if reference in query:
                 edges.append((earlier_name, name))
         nodes.append(Node(name, query))
-    return Plan(tuple(nodes), tuple(edges))
+    return SearchPlan(tuple(nodes), tuple(edges))
 
 
 def _node_name(number: int) -> str:
@@ -201,10 +201,11 @@ def steps(question: Question, documents: Sequence[Sequence[Document]], most_quer
     facts = ""
     demonstrated = []
     for group in groups:
+        queries_of_step = [sub_questions[i] for i in group]
         searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in group)
-        analysis = f"{opening} {' '.join(sub_questions[i] for i in group)}"
-        demonstrated.append(Step(analysis, searches))
-        facts = " ".join(f"{sub_questions[i]} {_sentence(question.hops[i].answer)}" for i in group)
+        demonstrated.append(Step(f"{opening} {' '.join(queries_of_step)}", searches))
+        answers = [_sentence(question.hops[i].answer) for i in group]
+        facts = " ".join(f"{query} {answer}" for query, answer in zip(queries_of_step, answers))
         opening = f"{facts} Next I need to find out:"
     return *demonstrated, Step(f"{facts} This gives the answer.", answer=question.answers[0])
 

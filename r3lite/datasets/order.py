@@ -77,7 +77,8 @@ class Mixture:
         generator = random.Random(stream)
         keys = []
         for size, weight in zip(self.sizes, self.weights, strict=True):
-            keys += [math.log(1 - generator.random()) * size / weight for _ in range(size)]
+            for _ in range(size):
+                keys.append(math.log(1 - generator.random()) * size / weight)
         return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
 
 
@@ -119,7 +120,9 @@ class QuestionOrder:
         questions = []
         for row in self._draws.rows(start, stop):
             questions += [self.questions[row]] * self.generations
-        seeds = [f"{self.seed}/{i}/{k}" for i in range(start, stop) for k in range(self.generations)]
+        seeds = []
+        for i in range(start, stop):
+            seeds += [f"{self.seed}/{i}/{k}" for k in range(self.generations)]
         return questions, seeds
 
     def of_refill(
@@ -138,10 +141,11 @@ class QuestionOrder:
         shuffled = self._draws.shuffled(stream)
         unused_first = sorted(shuffled, key=lambda row: self.questions[row].id in used)  # sorting is stable
         questions = []
+        seeds = []
         for i in range(size):
             row = unused_first[i % len(unused_first)]
             questions += [self.questions[row]] * self.generations
-        seeds = [f"{stream}/{i}/{k}" for i in range(size) for k in range(self.generations)]
+            seeds += [f"{stream}/{i}/{k}" for k in range(self.generations)]
         return questions, seeds
 
 

@@ -11,7 +11,8 @@ from r3lite.core.episode import Document, Failure, Question, Retrieve, Step, ret
 from r3lite.core.files import write_jsonl
 from r3lite.datasets.collected import Tally
 from r3lite.datasets.conversations import turn
-from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.protocols.layout import Layout
+from r3lite.protocols.transcript import Transcript
 
 
 def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: Layout, output: Path) -> Tally:
@@ -24,7 +25,9 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
     transcripts = [Transcript(question) for question in questions]
     for transcript in transcripts:
         layout.open(transcript)
-    searches = [(transcript.question, transcript.pending[0]) for transcript in transcripts]
+    searches = []
+    for transcript in transcripts:
+        searches.append((transcript.question, transcript.pending[0]))
     outcomes = retrieve_all(retrieve, searches)
     rows = []
     for transcript, outcome in zip(transcripts, outcomes, strict=True):

@@ -37,7 +37,7 @@ class Harvest:
 
     output: Path
     questions: dict[str, Question]  # by id
-    kept: list[Trajectory]
+    accepted: list[Trajectory]
     rejected: dict[str, Counter[str]]  # by the question's id: reason -> episodes
     failed: list[str] = field(default_factory=list)  # why the retriever failed, of each question that it failed at
 
@@ -45,14 +45,14 @@ class Harvest:
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
         """Returns what earlier runs have kept; the question that one was killed at is removed from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
-        done = [record for record in earlier.kept if str(record["id"]) in rejected]
-        if len(done) < len(earlier.kept):
+        done = [record for record in earlier.accepted if str(record["id"]) in rejected]
+        if len(done) < len(earlier.accepted):
             write_jsonl(output, done)
         source = Source(str(output), "Pass another --output.")
         return Harvest(
             output,
             questions={question.id: question for question in questions},
-            kept=[row_from_json(Record(record, source), protocol) for record in done],
+            accepted=[row_from_json(Record(record, source), protocol) for record in done],
             rejected=rejected,
         )
 
@@ -86,29 +86,31 @@ class Harvest:
                         selections[id] = select(group, protocol, settings=config.collect, retrieves=retrieves)
                 self._add(selections)
                 bar.update(len(block))
-                questions_with_rows = len({row.id for row in self.kept})
+                questions_with_rows = len({row.id for row in self.accepted})
                 success = f"{questions_with_rows} of {len(self.rejected)} questions"
-                bar.set_postfix({"kept": len(self.kept), "yield": success})
+                bar.set_postfix({"kept": len(self.accepted), "yield": success})
 
     def _add(self, selections: dict[str, Selection]) -> None:
         """Adds the selected episodes of questions, by their ids, to the file, and then what was rejected of them."""
         trajectories = []
         reasons = {}
+        records = []
         for id, (episodes, reasons_of_question) in selections.items():
-            trajectories += [Trajectory.of(episode.question, episode.steps, "self") for episode in episodes]
+            for episode in episodes:
+                trajectories.append(Trajectory.of(episode.question, episode.steps, "self"))
             reasons[id] = reasons_of_question
+            records.append({"id": id, "reasons": reasons_of_question})
         append_jsonl(self.output, [trajectory.to_json() for trajectory in trajectories])
-        records = [{"id": id, "reasons": reasons_of_question} for id, reasons_of_question in reasons.items()]
         append_jsonl(rejections_of(self.output), records)
-        self.kept += trajectories
+        self.accepted += trajectories
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
         """Returns counts of this run's questions, whichever run sampled their episodes; the yield is by hops."""
         done = [question for id, question in self.questions.items() if id in self.rejected]
-        row_counts = Counter(row.id for row in self.kept)
+        row_counts = Counter(row.id for row in self.accepted)
         tally = Tally(len(self.questions), extra={"episodes sampled": per_question * len(done)})
-        for row in self.kept:
+        for row in self.accepted:
             if row.id in self.questions:
                 tally.keep_retrieved(self.questions[row.id], row.steps)
         for question in done:

@@ -37,8 +37,8 @@ from r3lite.datasets.trajectories import (
 )
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.data import SourceEntry
 

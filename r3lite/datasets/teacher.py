@@ -55,7 +55,13 @@ class Teacher:
     protocol: Protocol
     retrieve: Retrieve
 
-    def gather(self, questions: list[Question], output: Path, earlier: Earlier, size: int) -> Tally:
+    def gather(
+        self,
+        questions: list[Question],
+        output: Path,
+        earlier: Earlier,
+        size: int,
+    ) -> Tally:
         """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time;
         returns the counts.
 
@@ -112,7 +118,8 @@ class Teacher:
         """Adds to the last step of each attempt the documents of its queries, all retrieved in one batch."""
         searches = []
         for attempt in attempts:
-            searches += [(attempt.question, search) for search in attempt.steps[-1].searches]
+            for search in attempt.steps[-1].searches:
+                searches.append((attempt.question, search))
         outcomes = iter(retrieve_all(self.retrieve, searches))
         for attempt in attempts:
             step = attempt.steps[-1]
@@ -132,15 +139,20 @@ class Teacher:
         turns = [shot["content"] for shot in self.protocol.shots]
         user = [self.protocol.opening(question)]
         for k, step in enumerate(attempt.steps, 1):
-            turns += ["\n\n".join(user), self.protocol.render(step, k)]
+            turns.append("\n\n".join(user))
+            turns.append(self.protocol.render(step, k))
             user = [self.protocol.observation(question, attempt.steps[:k])]
         if len(attempt.steps) == self.config.lengths.max_hops:
             user.append(self.protocol.answer_request)
         if number:
             user.append(ATTEMPT_NOTE.format(number=number + 1, all=self.config.collect.attempts))
         user.append(self.protocol.step_request(len(attempt.steps) + 1))
-        nonce = f"{self.config.common.seed}/{number}"
-        return Request("\n\n".join(user), self.protocol.system, tuple(turns), nonce=nonce)
+        return Request(
+            "\n\n".join(user),
+            self.protocol.system,
+            tuple(turns),
+            nonce=f"{self.config.common.seed}/{number}",
+        )
 
     def add_step(self, attempt: Try, reply: Reply) -> None:
         """Adds the step of a reply, or records why the attempt fails."""
@@ -168,13 +180,13 @@ class Teacher:
 
 def _without_earlier(questions: list[Question], earlier: Earlier, tally: Tally) -> list[Question]:
     """Returns the questions that no earlier run has kept or rejected; counts the others."""
-    kept_ids = ids(earlier.kept)
+    accepted_ids = ids(earlier.accepted)
     rejected_ids = ids(earlier.rejected)
-    done = kept_ids | rejected_ids
+    done = accepted_ids | rejected_ids
     waiting = [question for question in questions if question.id not in done]
     if len(waiting) < len(questions):
-        tally.kept_earlier = sum(question.id in kept_ids for question in questions)
-        tally.extra["kept in earlier runs"] = tally.kept_earlier
+        tally.accepted_earlier = sum(question.id in accepted_ids for question in questions)
+        tally.extra["kept in earlier runs"] = tally.accepted_earlier
         tally.extra["rejected in earlier runs"] = sum(question.id in rejected_ids for question in questions)
     return waiting
 

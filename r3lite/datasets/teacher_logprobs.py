@@ -26,7 +26,7 @@ ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 
 @dataclass(frozen=True)
-class Origin:
+class CacheOrigin:
     """The fingerprints of what a cache follows from: the teacher, the tokenizer and the trajectories in tokens."""
 
     teacher: str
@@ -47,7 +47,7 @@ def part_of(folder: Path, number: int) -> Path:
     return folder / f"part-{number:05d}.safetensors"
 
 
-def parts_done(folder: Path, origin: Origin) -> int:
+def parts_done(folder: Path, origin: CacheOrigin) -> int:
     """Returns how many parts an earlier run has written.
 
     Raises R3LiteError if the folder holds anything else or is of another run.
@@ -68,7 +68,7 @@ def parts_done(folder: Path, origin: Origin) -> int:
     return count
 
 
-def _check_part(path: Path, origin: Origin, remedy: str) -> None:
+def _check_part(path: Path, origin: CacheOrigin, remedy: str) -> None:
     """Refuses a part that another teacher, tokenizer or trajectories have made, naming what differs."""
     with opened(path, remedy) as file:
         metadata = file.metadata() or {}
@@ -83,7 +83,7 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
 def write_part(
     folder: Path,
     number: int,
-    origin: Origin,
+    origin: CacheOrigin,
     rows: Sequence[Row],
     teacher: Sequence[TopTokens],
 ) -> None:
@@ -100,12 +100,12 @@ def write_part(
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 
-def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
+def finish(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
     """Makes the cache complete; `questions` are the ids of its rows' questions, in order."""
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 
 
-def _manifest(folder: Path) -> tuple[Record, Origin]:
+def _manifest(folder: Path) -> tuple[Record, CacheOrigin]:
     if not (folder / MANIFEST).is_file():
         raise R3LiteError(
             f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}",
@@ -113,8 +113,8 @@ def _manifest(folder: Path) -> tuple[Record, Origin]:
             code="logprobs-incomplete",
         )
     record = read_record(folder / MANIFEST, ANOTHER)
-    values = {field.name: record.text(field.name) for field in fields(Origin)}
-    return record, Origin(**values)
+    values = {field.name: record.text(field.name) for field in fields(CacheOrigin)}
+    return record, CacheOrigin(**values)
 
 
 def identity(folder: Path) -> str:

@@ -30,8 +30,9 @@ from r3lite.datasets.rows import converted_rows
 from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import ThinkingChat
+from r3lite.protocols.layout import Layout
+from r3lite.protocols.observations import LEAST_DOCUMENT
 from r3lite.protocols.tool_chats import tool_chat
-from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
 
 
 @dataclass(frozen=True)

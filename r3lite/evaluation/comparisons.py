@@ -39,7 +39,11 @@ def valid_places(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
     return places
 
 
-def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
+def compare(
+    a: Sequence[Marks],
+    b: Sequence[Marks],
+    seed: int = 0,
+) -> dict[str, dict]:
     """Returns for each metric that both have, over the same questions in the same order: its value `a` and `b`,
     `difference` b - a, the ends of its 95 % interval `low` and `high`, and `p`.
 
@@ -109,7 +113,9 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
     by_set = []  # the means [1 + resamples, metrics, a and b] of each set
     for number, pairs in enumerate(sets):
         places = valid_places([marks for pair in pairs for marks in pair])
-        by_seed = [(_pooled(a, places), _pooled(b, places)) for a, b in pairs]
+        by_seed = []
+        for a, b in pairs:
+            by_seed.append([_pooled(a, places), _pooled(b, places)])
         means = np.mean(by_seed, axis=0)  # [a and b, metrics, n]
         table = means.transpose(1, 2, 0)
         sums = resampled_sums(table, (seed, number), RESAMPLES)

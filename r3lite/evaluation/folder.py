@@ -31,7 +31,11 @@ def check_output(config: Any, output: Path) -> None:
     earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 
 
-def compare_predictions(pairs: Sequence[tuple[str, str]], seed: int, folder: str | None) -> None:
+def compare_predictions(
+    pairs: Sequence[tuple[str, str]],
+    seed: int,
+    folder: str | None,
+) -> None:
     """Compares two evaluations of the same questions, or several pairs of them, and prints the comparison.
 
     Writes comparison.json if there is a folder for it.
@@ -89,7 +93,8 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
     result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []
     for question_set, metrics in zip(sets, result["sets"], strict=True):
-        n = len(valid_places([marks for pair in question_set.marks for marks in pair]))
+        evaluations = [marks for pair in question_set.marks for marks in pair]
+        n = len(valid_places(evaluations))
         entry = {
             "n": n,
             "a": [a for a, _ in question_set.pairs],
@@ -157,7 +162,9 @@ def _set_of(
 def name_with_baseline(path: str) -> str:
     """Returns the path of an evaluation, with its baseline if it is a folder whose settings name one."""
     config = Path(path) / CONFIG
-    settings = load_toml(config).get("evaluate", {}) if config.exists() else {}
+    settings = {}
+    if config.exists():
+        settings = load_toml(config).get("evaluate", {})
     return with_baseline(path, settings)
 
 
@@ -181,7 +188,9 @@ def read_predictions(path: str | Path) -> Predictions:
 
     Raises R3LiteError if there is none.
     """
-    file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / PREDICTIONS
     remedy = "Pass an evaluation's folder, or its predictions.jsonl."
     predictions = predictions_of(read_jsonl(file, remedy))
     if not predictions:
@@ -189,14 +198,22 @@ def read_predictions(path: str | Path) -> Predictions:
     return predictions
 
 
-def paired_marks(ours: Predictions, theirs: Predictions) -> tuple[list[Marks], list[Marks]]:
+def paired_marks(
+    ours: Predictions,
+    theirs: Predictions,
+) -> tuple[list[Marks], list[Marks]]:
     """Returns both marks of each question, in the order of the first."""
     marks_a = [marks for _, marks in ours.values()]
     marks_b = [theirs[id][1] for id in ours]
     return marks_a, marks_b
 
 
-def check_same_questions(a: str, b: str, ours: Predictions, theirs: Predictions) -> None:
+def check_same_questions(
+    a: str,
+    b: str,
+    ours: Predictions,
+    theirs: Predictions,
+) -> None:
     """Raises R3LiteError unless two evaluations are of the same questions."""
     remedy = "Evaluate both on the same --data with the same --limit."
     only_in_a = ours.keys() - theirs.keys()

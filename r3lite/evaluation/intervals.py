@@ -10,7 +10,11 @@ HIGH_END = (100 + CONFIDENCE) / 2
 LARGEST_BLOCK = 4_000_000  # numbers drawn at once
 
 
-def resampled_sums(table: np.ndarray, seed: int | Sequence[int], resamples: int) -> np.ndarray:
+def resampled_sums(
+    table: np.ndarray,
+    seed: int | Sequence[int],
+    resamples: int,
+) -> np.ndarray:
     """Returns sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then over n that are
     drawn.
 

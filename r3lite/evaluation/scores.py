@@ -55,7 +55,8 @@ class Marks:
         means: dict[str, float | None] = {"reasoning_tokens": episode.tokens_written}
         if question.gold:
             means |= _facts(episode, em)
-        means["rouge_l"] = max(rouge_l(episode.prediction, answer).f1 for answer in question.answers)
+        overlaps = [rouge_l(episode.prediction, answer) for answer in question.answers]
+        means["rouge_l"] = max(overlap.f1 for overlap in overlaps)
         means["bleu"] = sentence_bleu(episode.prediction, question.answers)
         means["bert_score"] = bert_score
         return Marks(
@@ -113,7 +114,8 @@ def _facts(episode: Episode, em: float) -> dict[str, float]:
     """Returns supporting facts and joint scores of an episode whose answer has that EM."""
     answer = Overlap(0.0, 0.0)  # of an episode without one, as its EM and F1 are then
     if episode.prediction.strip():
-        answer = best_overlap(episode.prediction, episode.question.answers, rule_of(episode.question))
+        question = episode.question
+        answer = best_overlap(episode.prediction, question.answers, rule_of(question))
     retrieved, gold = retrieved_facts(episode)
     sp_em, sp = facts_match(retrieved, gold)
     joint_em, joint_overlap = joint((em, answer), (sp_em, sp))
@@ -187,7 +189,8 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     marks = without_failures(marks)
     parts_by_metric = metric_parts(marks)
     table = np.array(list(parts_by_metric.values()), dtype=np.float64)  # [metrics, n, 2]
-    means = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
+    sums = resampled_sums(table, seed, RESAMPLES)
+    means = ratios(sums)  # [1 + resamples, metrics]
     entries: dict = {"n": len(marks)}
     for i, name in enumerate(parts_by_metric):
         entries[name] = interval(means[:, i])
@@ -205,7 +208,8 @@ def scores_by(
     seed: int = 0,
 ) -> dict[str, dict]:
     """Returns the scores of each group of questions, such as those of one type; an empty name is no group."""
-    names = sorted({group(m) for m in marks if not m.failure} - {""})
+    groups = {group(m) for m in marks if not m.failure}
+    names = sorted(groups - {""})
     by_name = {}
     for name in names:
         group_marks = [m for m in marks if group(m) == name]
@@ -213,7 +217,11 @@ def scores_by(
     return by_name
 
 
-def summary(episodes: Sequence[Episode], marks: Sequence[Marks], seed: int) -> dict:
+def summary(
+    episodes: Sequence[Episode],
+    marks: Sequence[Marks],
+    seed: int,
+) -> dict:
     """Returns the scores of scores.json from episodes and their marks.
 
     Episodes at which the retriever failed are left out.

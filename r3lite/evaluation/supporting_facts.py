@@ -24,9 +24,11 @@ def joint(answer: Match, facts: Match) -> Match:
     """Returns EM, precision and recall of an answer and its facts together: the products of both, for one question."""
     answer_em, answer_overlap = answer
     facts_em, facts_overlap = facts
-    precision = answer_overlap.precision * facts_overlap.precision
-    recall = answer_overlap.recall * facts_overlap.recall
-    return answer_em * facts_em, Overlap(precision, recall)
+    overlap = Overlap(
+        precision=answer_overlap.precision * facts_overlap.precision,
+        recall=answer_overlap.recall * facts_overlap.recall,
+    )
+    return answer_em * facts_em, overlap
 
 
 def retrieved_facts(episode: Episode) -> tuple[Set[Hashable], Set[Hashable]]:

@@ -41,7 +41,10 @@ def sentence_bleu(prediction: str, references: Sequence[str]) -> float:
     return _bleu(counts, orders=min(ORDERS, counts.words))
 
 
-def corpus_bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+def corpus_bleu(
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+) -> float:
     """Returns BLEU of a set of texts, from sums over it (Papineni et al. 2002, P02-1040), with exponential
     smoothing."""
     pairs = zip(predictions, references, strict=True)
@@ -74,7 +77,12 @@ def _counts(prediction: str, references: Sequence[str]) -> _Counts:
     lengths = [len(reference) for reference in reference_words]
     # Of two lengths that are equally near, the shorter one counts.
     nearest_length = min(lengths, key=lambda length: (abs(length - len(words)), length))
-    return _Counts(matches, ngrams=ngram_counts, words=len(words), reference_words=nearest_length)
+    return _Counts(
+        matches=matches,
+        ngrams=ngram_counts,
+        words=len(words),
+        reference_words=nearest_length,
+    )
 
 
 def _ngrams(words: list[str], n: int) -> Counter:
@@ -88,11 +96,13 @@ def _bleu(counts: _Counts, orders: int) -> float:
     The k-th precision that is 0 becomes 1 / (2^k n-grams): the smoothing of NIST's mteval-v13a, method 3 of Chen and
     Cherry 2014 (W14-3346).
     """
-    if not counts.matches.any() or not counts.ngrams[:orders].all():
+    order_matches = counts.matches[:orders]
+    order_ngrams = counts.ngrams[:orders]
+    if not counts.matches.any() or not order_ngrams.all():
         return 0.0
     log_sum = 0.0
     zero_precisions = 0
-    for matches, ngrams in zip(counts.matches[:orders], counts.ngrams[:orders]):
+    for matches, ngrams in zip(order_matches, order_ngrams):
         if not matches:
             zero_precisions += 1
             matches = 2.0**-zero_precisions

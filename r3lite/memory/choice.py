@@ -17,7 +17,13 @@ SLACK = 0.02  # of a budget, left free for what the formulas leave out
 PASS_TOKENS = (8192, 4096, 2048)
 ROLLOUTS = (128, 64, 32, 16, 8, 4, 2, 1)
 # Tokens of a chunk of logits and of a tile of the MLP, from the fastest to the smallest.
-SMALLER = ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32))
+SMALLER = (
+    (128, 512),
+    (64, 512),
+    (64, 128),
+    (32, 64),
+    (16, 32),
+)
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # that a remedy may propose
 REMEDIES = 3  # that are told at most
 KEPT_BY_REMEDIES = ("nf4", "stream_layers")  # settings that a remedy of its own is about
@@ -42,7 +48,8 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
     if w.full:
         fixed = fixed | {"nf4": False, "recompute_layers": layers}
     passes = sorted({longest, *(max(longest, tokens) for tokens in PASS_TOKENS)}, reverse=True)
-    rollouts = options("rollout_batch_size", [rows for rows in ROLLOUTS if rows < 2 * max(w.episodes, 1)])
+    useful_rollouts = [rows for rows in ROLLOUTS if rows < 2 * max(w.episodes, 1)]
+    rollouts = options("rollout_batch_size", useful_rollouts)
     for quantized in options("nf4", [False, True]):
         base = Memory(nf4=quantized, loss_chunk=logprobs.CHUNK, mlp_tile=1024, offload=False)
         # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
@@ -92,7 +99,8 @@ def _larger_budget(smallest_peak: int) -> str:
 
 
 def _fits(w: Workload, fixed: dict[str, Any], budget: int) -> bool:
-    return any(peak(w, memory) <= budget * (1 - SLACK) for memory in candidates(w, fixed))
+    limit = budget * (1 - SLACK)
+    return any(peak(w, memory) <= limit for memory in candidates(w, fixed))
 
 
 def _without(fixed: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -125,7 +133,8 @@ def _remedies(
             helpful.append(f"--max-length {tokens}")
             break
     for name, model in models:
-        if model.hidden_size < w.model.hidden_size and _fits(replace(w, model=model, packed=None), fixed, budget):
+        smaller = replace(w, model=model, packed=None)
+        if model.hidden_size < w.model.hidden_size and _fits(smaller, fixed, budget):
             helpful.append(f"--model {name}")
             break
     return helpful

@@ -275,7 +275,9 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         costs["teach"] = score(*as_teacher(w, memory, w.teacher))
     if w.trains:
         costs["update"] = update(w, memory)
-    phases = {phase: cost.seconds(w.speeds, w.dtype) for phase, cost in costs.items()}
+    phases = {}
+    for phase, cost in costs.items():
+        phases[phase] = cost.seconds(w.speeds, w.dtype)
     validation = 0.0
     if w.held_out:
         validation = sample(w, memory, w.held_out).seconds(w.speeds, w.dtype)

@@ -71,7 +71,8 @@ class Plan:
         for part in part_names:
             cells = (_cell(parts.get(part)) for parts in phases.values())
             lines.append(part.ljust(WIDTH) + "".join(cells))
-        lines.append("total".ljust(WIDTH) + "".join(_cell(total) for total in totals.values()))
+        cells = (_cell(total) for total in totals.values())
+        lines.append("total".ljust(WIDTH) + "".join(cells))
         if self.memory.stream_layers:
             model = self.workload.model
             embedding = "" if model.tie_word_embeddings else " and the embedding"
@@ -85,12 +86,14 @@ class Plan:
 
     def report(self) -> dict:
         """Returns the plan as JSON."""
-        phases = planner.phases(self.workload, self.memory)
+        phases = {}
+        for name, parts in planner.phases(self.workload, self.memory).items():
+            phases[name] = {part: _mib(size) for part, size in parts.items()}
         record = {
             "budget_mib": _mib(self.budget),
             "peak_mib": _mib(self.peak),
             "fits": self.peak <= self.budget,
-            "phases": {name: {part: _mib(size) for part, size in parts.items()} for name, parts in phases.items()},
+            "phases": phases,
             "chosen": asdict(self.memory),
             "seconds": self.duration and self.duration.report(),
         }

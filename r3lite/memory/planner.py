@@ -61,7 +61,8 @@ def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
     if streamed:
         layers = min(2, layers)
         tables = 1
-    return layers * layer_bytes(w, quantized) + tables * _table(w) + rounded(m.hidden_size * w.element)
+    norm = rounded(m.hidden_size * w.element)
+    return layers * layer_bytes(w, quantized) + tables * _table(w) + norm
 
 
 def host_bytes(w: Workload, memory: Memory) -> int:
@@ -107,7 +108,9 @@ def _bytes_beyond_own_nf4(packed: nf4.Packed, element: int) -> int:
 def _nf4_bytes(weights: list[int]) -> int:
     """Returns the bytes of NF4 linear layers with `weights` weights each, which lie one after another in memory."""
     groups = sum(-(-count // (nf4.BLOCK * nf4.GROUP)) for count in weights)
-    return rounded(sum(weights) / 2) + rounded(groups * nf4.GROUP) + 2 * rounded(groups * 4)
+    codes = rounded(sum(weights) / 2)
+    absmax = rounded(groups * nf4.GROUP)
+    return codes + absmax + 2 * rounded(groups * 4)
 
 
 def adapter_bytes(w: Workload) -> int:
@@ -199,10 +202,10 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
     if not w.on_cuda:
         return by_phase
     captured = _captured(w, memory)
-    return {
-        name: parts | beside_tensors(sum(parts.values()), captured.get(name, 0), w.beside)
-        for name, parts in by_phase.items()
-    }
+    for name, parts in by_phase.items():
+        tensors = sum(parts.values())
+        by_phase[name] = parts | beside_tensors(tensors, captured.get(name, 0), w.beside)
+    return by_phase
 
 
 def _captured(w: Workload, memory: Memory) -> dict[str, int]:
@@ -222,14 +225,16 @@ def peak(w: Workload, memory: Memory) -> int:
 
 def allocated(w: Workload, memory: Memory) -> int:
     """Returns the peak of tensors alone: what a count of them finds, and on CUDA PyTorch's allocator as allocated."""
-    return max(
-        sum(size for name, size in parts.items() if name not in NOT_TENSORS) for parts in phases(w, memory).values()
-    )
+    totals = []
+    for parts in phases(w, memory).values():
+        totals.append(sum(size for name, size in parts.items() if name not in NOT_TENSORS))
+    return max(totals)
 
 
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading: the embedding beside its view of the file, or the last linear beside all weights."""
-    last = max(out * into * w.element for out, into in linears(w.model).values())
+    largest_linear = max(out * into for out, into in linears(w.model).values())
+    last = largest_linear * w.element
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
     if w.on_cuda:  # the file's view is the host's
         return {"weights": weights, "one tensor": last if memory.nf4 else 0}

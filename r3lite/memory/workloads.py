@@ -246,7 +246,11 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
 def _base(model: ModelSettings) -> dict:
     """Returns the fields of a workload that its model and its device decide."""
     config, vocabulary, packed = shape_of(model.model)
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     kind = model.device
     if kind == "auto":
         kind = next(name for name, is_here in available.items() if is_here)

@@ -1,6 +1,6 @@
 """The interface of a protocol, which parses and renders the text of an episode turn by turn.
 
-A protocol knows text and steps, but no tokens, no limits and no model: `transcript.Layout` lays its text out in tokens.
+A protocol knows text and steps, but no tokens, no limits and no model: `layout.Layout` lays its text out in tokens.
 """
 
 import unicodedata

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from r3lite.core.episode import Search, Step
 from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, faults_if, one_line
-from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
+from r3lite.protocols.plan import InvalidPlan, Limits, Node, SearchPlan
 from r3lite.protocols.r3 import Headings, render_each
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
@@ -118,13 +118,13 @@ class Dag(Protocol):
     def first_search(self, question: str) -> Step:
         """Returns a plan of one node. Braces would be references, and a query of braces alone would be none."""
         node = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
-        return Step(Plan((node,)).text(), (Search(question, source=node.source),))
+        return Step(SearchPlan((node,)).text(), (Search(question, source=node.source),))
 
     def example(self) -> list[Step]:
         node_a = Node("A", "one short question")
         node_b = Node("B", "another one, which uses the answer {A}")
         answer_a = "the answer of A in a few words"
-        both = Plan((node_a, node_b), edges=(("A", "B"),))
+        both = SearchPlan((node_a, node_b), edges=(("A", "B"),))
         return [
             Step(both.text(), searches=plan.searches([node_a])),
             Step(f"A: {answer_a}", searches=plan.searches([node_b], {"A": answer_a})),
@@ -172,7 +172,7 @@ class Dag(Protocol):
             step = replace(step, searches=searches)
         return replace(step, faults=tuple(dict.fromkeys(faults)))
 
-    def _plan(self, steps: Sequence[Step]) -> Plan:
+    def _plan(self, steps: Sequence[Step]) -> SearchPlan:
         """Returns the plan of an episode's first step; one that the model did not write may be of any size."""
         return plan.read(steps[0].analysis, Limits(sys.maxsize, sys.maxsize))
 

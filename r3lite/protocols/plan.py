@@ -93,7 +93,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """A valid plan: named nodes, and edges from a node to one that follows it."""
 
     nodes: tuple[Node, ...]
@@ -120,7 +120,7 @@ class Plan:
         return "\n".join([NODES, *nodes, f"{EDGES} {edges}"])
 
 
-def read(text: str, limits: Limits) -> Plan:
+def read(text: str, limits: Limits) -> SearchPlan:
     """Returns the plan that a text is; raises InvalidPlan at the first thing that is wrong with it."""
     preamble, nodes_heading, body = text.partition(NODES)
     nodes_text, edges_heading, edges_text = body.partition(f"\n{EDGES}")
@@ -138,7 +138,7 @@ def read(text: str, limits: Limits) -> Plan:
         repeated_node=len(names) < len(nodes),
         repeated_query=len(queries) < len(nodes),
     )
-    plan = Plan(nodes, _edges(edges_text, names))
+    plan = SearchPlan(nodes, _edges(edges_text, names))
     _check_references(plan)
     return plan
 
@@ -175,7 +175,7 @@ def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
     return tuple(edges)
 
 
-def _check_references(plan: Plan) -> None:
+def _check_references(plan: SearchPlan) -> None:
     """Raises InvalidPlan at a cycle, or at a node that uses the answer of one that does not come before it."""
     ancestors: dict[str, set[str]] = {}
     for level in plan.levels:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.dag import Dag
+from r3lite.protocols.layout import OPENINGS, Opening
 from r3lite.protocols.own import load_own
 from r3lite.protocols.plain_answer import PlainAnswer
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import load_solution, load_tags
-from r3lite.protocols.transcript import OPENINGS, Opening
 from r3lite.settings import ProtocolSettings
 
 PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {

@@ -65,10 +65,13 @@ class Renderer:
 
     def _reply(self, request: str) -> str:
         """Returns the line of a reply to a request."""
-        if self._process is None or self._owner != os.getpid():
+        if not self._is_running():
             self._start()
         self._send(request)
         return self._line(SECONDS)
+
+    def _is_running(self) -> bool:
+        return self._process is not None and self._owner == os.getpid() and self._process.poll() is None
 
     def _send(self, line: str) -> None:
         with contextlib.suppress(OSError):  # of a process that has ended, which has no reply

@@ -23,7 +23,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup, plan
 from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before, faults_if
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
+from r3lite.protocols.plan import InvalidPlan, Limits, Node, SearchPlan
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template, refuse_step_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -233,13 +233,13 @@ class Tags(Protocol):
         return f"\n\n{self.information.opening}{text}{self.information.closing}\n\n"
 
 
-def _plan_of(step: Step) -> Plan:
+def _plan_of(step: Step) -> SearchPlan:
     """Returns a plan of the searches of a step without one, such as a step that was written for another format."""
     nodes = []
     for i, search in enumerate(step.searches):
         name = chr(ord("A") + i)
         nodes.append(Node(name, query=search.query, source=search.source or Node.source))
-    return Plan(tuple(nodes))
+    return SearchPlan(tuple(nodes))
 
 
 def load_tags(settings: ProtocolSettings) -> Tags:

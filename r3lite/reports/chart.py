@@ -86,8 +86,10 @@ class Bars:
     @property
     def legend(self) -> list[tuple[str, str]]:
         """The labels of the series, each with a sample of it in SVG."""
-        sample = '<rect width="14" height="10" x="4" fill="{}"/>'
-        return [(label, sample.format(colour(i))) for i, label in enumerate(self.series)]
+        samples = []
+        for i, label in enumerate(self.series):
+            samples.append((label, f'<rect width="14" height="10" x="4" fill="{colour(i)}"/>'))
+        return samples
 
 
 Chart = Lines | Bars
@@ -115,7 +117,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns about `count` round numbers, 1, 2 or 5 times a power of ten apart, from `low` up to `high`."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    smallest = rough * (1 - 1e-9)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= smallest)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -141,7 +144,13 @@ class Scale:
     log: bool = False
 
     @staticmethod
-    def over(values: Sequence[float], start: float, end: float, log: bool = False, zero: bool = False) -> "Scale":
+    def over(
+        values: Sequence[float],
+        start: float,
+        end: float,
+        log: bool = False,
+        zero: bool = False,
+    ) -> "Scale":
         """Returns a scale that holds all values, with a margin; `zero`: and 0."""
         low = min(values, default=0.0)
         high = max(values, default=1.0)
@@ -149,7 +158,13 @@ class Scale:
             low = min(low, 0.0)
             high = max(high, 0.0)
         if log and low > 0:
-            return Scale(math.log10(low) - 0.05, math.log10(high) + 0.05, start, end, log=True)
+            return Scale(
+                low=math.log10(low) - 0.05,
+                high=math.log10(high) + 0.05,
+                start=start,
+                end=end,
+                log=True,
+            )
         margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         below = 0 if zero and low == 0 else margin
         above = 0 if zero and high == 0 > low else margin
@@ -238,7 +253,9 @@ def _parts(line: Line) -> list[list[tuple[float, float]]]:
 def _bars(chart: Bars) -> tuple[str, str]:
     """Returns a chart's bars as SVG, and their values in words."""
     bars = [bar for series in chart.series.values() for bar in series if bar is not None]
-    ends = [end for bar in bars for end in (bar.value, bar.low, bar.high) if end is not None]
+    ends = []
+    for bar in bars:
+        ends += [end for end in (bar.value, bar.low, bar.high) if end is not None]
     up = Scale.over(ends, HEIGHT - BOTTOM, TOP, zero=True)
     drawn = [_axis(up)]
     spoken = []

@@ -58,7 +58,12 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
     return DataFile(path.name, unit, sizes)
 
 
-def of_questions(name: str, questions: Iterable[Question], length: Callable[[str], int], unit: str) -> DataFile:
+def of_questions(
+    name: str,
+    questions: Iterable[Question],
+    length: Callable[[str], int],
+    unit: str,
+) -> DataFile:
     """Returns the lengths of questions as a data set has them, by `length` of a text, in `unit`."""
     sizes = [_of_question(question, length) for question in questions]
     return DataFile(name, unit, sizes, "questions")
@@ -105,17 +110,20 @@ def _histogram(part: str, title: str, sizes: dict[str, list[int]], unit: str) ->
     all_sizes = list(chain.from_iterable(sizes.values()))
     low = min(all_sizes)
     high = max(all_sizes)
-    step = max(1, round(ticks(0, max(1, high - low), BINS)[1]))
+    round_step = ticks(0, max(1, high - low), BINS)[1]
+    step = max(1, round(round_step))
     first_edge = low // step * step
     edges = range(first_edge, high + 1, step)
-    counts = {name: [Bar(_count(of_file, edge, step)) for edge in edges] for name, of_file in sizes.items()}
+    bars = {}
+    for name, of_file in sizes.items():
+        bars[name] = [Bar(_count(of_file, edge, step)) for edge in edges]
     groups = [number(edge) if step == 1 else f"{number(edge)}+" for edge in edges]
     return Bars(
         name=f"data-{part}",
         title=title,
         unit="rows" if part in COUNTED else f"rows, by {unit}",
         groups=groups,
-        series=counts,
+        series=bars,
     )
 
 

@@ -96,18 +96,28 @@ def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
     metrics = _metrics_of(panel, runs)
     lines = []
     for i, run in enumerate(runs):
-        style = _Style(i, run.name, alone=len(runs) == 1, one_metric=len(metrics) == 1)
+        style = _Style(
+            number=i,
+            name=run.name,
+            alone=len(runs) == 1,
+            one_metric=len(metrics) == 1,
+        )
         for k, (name, label) in enumerate(metrics.items()):
             rows = [row for row in run.metrics if name in row]
             steps = [row["step"] for row in rows]
-            ys = [row[name] if isinstance(row[name], (int, float)) else None for row in rows]
+            ys = [_number(row[name]) for row in rows]
             if any(y is not None for y in ys):  # the run has it, not just another one
                 lines.append(style.line(k, label, steps, ys))
         planned = run.summary.get("planned_memory_mib")
         if panel.name == "memory" and planned:
             ends = [run.metrics[0]["step"], run.metrics[-1]["step"]]
-            lines.append(replace(style, one_metric=False).line(1, "planned", ends, [planned, planned]))
+            labelled = replace(style, one_metric=False)
+            lines.append(labelled.line(1, "planned", ends, [planned, planned]))
     return Lines(panel.name, panel.title, panel.unit, lines, log=panel.log)
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) else None
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,12 @@ def _faults(runs: Sequence[Run]) -> Lines:
     kinds = [kind for kind, _ in total.most_common(MAX_FAULTS)]
     lines = []
     for i, run in enumerate(runs):
-        style = _Style(i, run.name, alone=len(runs) == 1, one_metric=False)
+        style = _Style(
+            number=i,
+            name=run.name,
+            alone=len(runs) == 1,
+            one_metric=False,
+        )
         rounds = [number for number in sorted(run.faults) if run.steps[number]]
         for k, kind in enumerate(kinds):
             shares = [run.faults[number][kind] / run.steps[number] for number in rounds]

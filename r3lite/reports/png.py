@@ -46,7 +46,8 @@ def _lines(chart: Lines, axes) -> None:
             color=colour(line.colour),
             linestyle=DASHES[line.dash % len(DASHES)],
         )
-    if chart.log and all(min(line.values, default=1.0) > 0 for line in chart.lines):
+    lowest = [min(line.values, default=1.0) for line in chart.lines]
+    if chart.log and min(lowest, default=1.0) > 0:
         axes.set_yscale("log")
     axes.set_xlabel("step")
 

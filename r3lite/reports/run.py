@@ -66,7 +66,9 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise R3LiteError(f"{path} is not a folder", REMEDY, code="not-a-folder")
-        run_folders = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=start_of)
+        run_folders = [path]
+        if not is_run(path):
+            run_folders = sorted(filter(is_run, path.iterdir()), key=start_of)
         if not run_folders:
             raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
         folders += run_folders
@@ -101,7 +103,8 @@ def read_run(folder: Path, name: str) -> Run:
     """Reads what there is of a run."""
     run = Run(name, folder)
     if (folder / CONFIG).exists():
-        tables = [(key, value) for key, value in load_toml(folder / CONFIG).items() if isinstance(value, dict)]
+        config = load_toml(folder / CONFIG)
+        tables = [(key, value) for key, value in config.items() if isinstance(value, dict)]
         if tables:
             run.command, run.settings = tables[0]
         run.name = with_baseline(name, run.settings)

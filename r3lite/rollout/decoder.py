@@ -45,7 +45,13 @@ class GraphDecoder(Decoder):
     rows, graphs fit.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, slots: int, capture: Callable | None = None):
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        slots: int,
+        capture: Callable | None = None,
+    ):
         super().__init__(model, cache)
         cache.reserve(slots)
         self.slots = cache.blocks[0].shape[2]

@@ -25,7 +25,7 @@ from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
@@ -82,7 +82,12 @@ class Engine:
             self.layout_of(sequence).open(sequence)
         return self.finish(sequences, retrieve, progress=progress, quiet=bool(listeners))
 
-    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def continue_from(
+        self,
+        starts: list[tuple[Sequence, int]],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps).
 
         Tokens, log-probabilities and values up to there are copied; what follows is sampled from the stream of its own
@@ -93,7 +98,12 @@ class Engine:
             sequences.append(sequence.restarted(steps, random.Random(seed)))
         return self.finish(sequences, retrieve)
 
-    def end_again(self, sequences: list[Sequence], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def end_again(
+        self,
+        sequences: list[Sequence],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples another last turn of each finished sequence, from the stream of its own seed.
 
         Sequences may repeat, with different seeds: their common prefix is prefilled once. See `Sequence.reopened`.
@@ -145,7 +155,13 @@ class Engine:
             decoder = Decoder(self.model, cache)
         return Scheduler(list(sequences), cache), decoder
 
-    def iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, on_finish: Callable) -> None:
+    def iterate(
+        self,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        fetcher: Fetcher,
+        on_finish: Callable,
+    ) -> None:
         """Samples one more token of each running sequence, and closes the turns that this ends.
 
         Sequences with queries are parked until their documents have come. `on_finish()` is called for each episode
@@ -165,7 +181,7 @@ class Engine:
             layout = self.layout_of(sequence)
             turn_is_over = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(layout.readable(sequence, turn_is_over), turn_is_over)
+                sequence.listener.hear(layout.text.readable(sequence, turn_is_over), turn_is_over)
             if turn_is_over:
                 self._close_turn(sequence)
                 self._free_or_park(sequence, scheduler, fetcher=fetcher, on_finish=on_finish)
@@ -182,7 +198,13 @@ class Engine:
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 
-    def _free_or_park(self, sequence: Sequence, scheduler: Scheduler, fetcher: Fetcher, on_finish: Callable) -> None:
+    def _free_or_park(
+        self,
+        sequence: Sequence,
+        scheduler: Scheduler,
+        fetcher: Fetcher,
+        on_finish: Callable,
+    ) -> None:
         """Frees the row of a sequence that has ended, and parks one that has queries while they are answered."""
         if sequence.finish is not None:
             scheduler.release(sequence)
@@ -199,7 +221,7 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
-        pending = [s.tokens[s.cached : -1] for s in scheduler.running]
+        pending = [sequence.tokens[sequence.cached : -1] for sequence in scheduler.running]
         for parts in passes(pending, self.grant.memory.micro_batch_tokens):
             prefill = Prefill(scheduler.cache, parts)
             self.model(prefill.tokens, prefill)
@@ -211,7 +233,8 @@ class Engine:
         rows = scheduler.running
         if not rows:
             return []
-        hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
+        last_tokens = [sequence.tokens[-1] for sequence in rows]
+        hidden = decoder(last_tokens)  # [B, C]
         logits = linear(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         tokens, logprobs = self._sample(logits, rows)  # [B] each
@@ -224,7 +247,8 @@ class Engine:
         sampled = []
         for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             if math.isnan(logprob):
-                self._fail(sequence, self._explain_overflow(sequence))
+                error = self._explain_overflow(sequence)
+                self._fail(sequence, error)
                 continue
             sampled.append(sequence)
             sequence.cached += 1
@@ -250,4 +274,5 @@ class Engine:
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
-        return self.sampler(logits, [s.stream.random() for s in rows])
+        uniforms = [sequence.stream.random() for sequence in rows]
+        return self.sampler(logits, uniforms)

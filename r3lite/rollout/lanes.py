@@ -66,7 +66,13 @@ class LaneEngine(Engine):
 class Lanes:
     """The lanes of some adapters, each with `rows` rows. Used by one thread; `close` ends it."""
 
-    def __init__(self, engine: LaneEngine, adapters: list[str | None], rows: int, retrieve: Retrieve):
+    def __init__(
+        self,
+        engine: LaneEngine,
+        adapters: list[str | None],
+        rows: int,
+        retrieve: Retrieve,
+    ):
         engine.model.eval()
         self.engine = engine
         self.visitors: list[Visitor] = []  # waiting and sampled

@@ -23,7 +23,7 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.core.terminal import printable
 from r3lite.llm.http_client import Link, Unanswered, WrongReply
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import (
     AdapterFiles,
@@ -53,7 +53,12 @@ class RolloutWorker:
 
     slots = 1  # requests at a time: it computes on all cores
 
-    def __init__(self, link: Link, facts: dict[str, str], layout_of: Callable[[Sequence], Layout]):
+    def __init__(
+        self,
+        link: Link,
+        facts: dict[str, str],
+        layout_of: Callable[[Sequence], Layout],
+    ):
         self.link = link
         self.facts = facts
         self.layout_of = layout_of
@@ -80,7 +85,12 @@ class RolloutWorker:
             raise R3LiteError(cause, remedy, code="worker-differs")
         return f"{self.link.url} (r3lite, {version.dtype})"
 
-    def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+    def sample(
+        self,
+        tickets: list[Ticket],
+        adapter: AdapterFiles,
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Returns the episodes of tickets, sampled with an adapter.
 
         Raises Unanswered or WrongReply if another server has to sample them.
@@ -175,7 +185,12 @@ class RemoteEngine:
             sequences = self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
             self.ahead = seeds, sequences
 
-    def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def run(
+        self,
+        questions: list[Question],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples as Engine.run does; waits for episodes that are already being sampled ahead."""
         if self.ahead:
             seeds_ahead, sequences = self.ahead
@@ -186,7 +201,12 @@ class RemoteEngine:
         tickets = self._tickets(questions, seeds)
         return self._sampled(tickets, self.adapter, retrieve)
 
-    def continue_from(self, starts: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+    def continue_from(
+        self,
+        starts: list[tuple[Sequence, int]],
+        seeds: list[str],
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Samples as Engine.continue_from does."""
         tickets = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
@@ -215,7 +235,12 @@ class RemoteEngine:
         pairs = zip(questions, seeds, strict=True)
         return [Ticket(question, seed, place) for place, (question, seed) in enumerate(pairs)]
 
-    def _sampled(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+    def _sampled(
+        self,
+        tickets: list[Ticket],
+        adapter: AdapterFiles,
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Returns the episodes of tickets, in their order; each request is answered by one server."""
         size = math.ceil(len(tickets) / (2 * len(self.servers)))  # tickets of a request
         waiting = deque(range(0, len(tickets), size))  # the index of the first ticket of each request

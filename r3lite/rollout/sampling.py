@@ -82,18 +82,22 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     blocks = probs.unflatten(-1, (-1, BLOCK))  # [B, blocks, BLOCK]
     rows, block_count, _ = blocks.shape
     ends = torch.zeros(rows, block_count + 1, dtype=torch.float64, device=blocks.device)
-    torch.sum(blocks, -1, dtype=ends.dtype, out=ends[:, 1:])
+    block_totals = ends[:, 1:]
+    torch.sum(blocks, -1, dtype=ends.dtype, out=block_totals)
     ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
     drawn = torch.tensor(uniforms, dtype=ends.dtype)[:, None]  # [B, 1]
     drawn = drawn.to(ends.device, non_blocking=True)
     target = drawn * ends[:, -1:]  # [B, 1], below the total because no uniform number is above BELOW_ONE
-    block = (ends[:, 1:] <= target).sum(-1, keepdim=True)  # [B, 1]
-    target = target - ends.gather(-1, block)
+    is_below = ends[:, 1:] <= target
+    block = is_below.sum(-1, keepdim=True)  # [B, 1]
+    block_start = ends.gather(-1, block)
+    target = target - block_start
     index = block[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
     block_probs = blocks.gather(1, index)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=ends.dtype)
     # Kept below the block's sum, which here is rounded in another way: beyond it are tokens of probability 0.
     highest = block_sums[:, -1:] * BELOW_ONE
     target = torch.minimum(target, highest)
-    place_in_block = (block_sums <= target).sum(-1, keepdim=True)
+    is_below = block_sums <= target
+    place_in_block = is_below.sum(-1, keepdim=True)
     return torch.add(place_in_block, block, alpha=BLOCK).to(device)

@@ -12,7 +12,7 @@ from r3lite.protocols.transcript import Transcript
 class Listener:
     """Callbacks for one episode, which the engine's thread calls; an error that they raise ends the run.
 
-    `text` gets the text of a turn piece by piece; the pieces add up to `Layout.readable`. `step` gets the sequence
+    `text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `step` gets the sequence
     whenever a step is complete: with the documents of its queries, or at the end of a turn without queries.
     """
 

@@ -18,7 +18,7 @@ from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, shown
 from r3lite.llm.http_client import Link, Unanswered, WrongReply
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import AdapterFiles, Ticket, log_probabilities, whole_numbers
@@ -60,7 +60,13 @@ class VllmServer:
 
     slots = 2  # all requests of a round, if there is no second server
 
-    def __init__(self, link: Link, config: PpoConfig, layout_of: Callable[[Sequence], Layout], output: Path):
+    def __init__(
+        self,
+        link: Link,
+        config: PpoConfig,
+        layout_of: Callable[[Sequence], Layout],
+        output: Path,
+    ):
         self.link = link
         self.config = config
         self.layout_of = layout_of
@@ -110,7 +116,12 @@ class VllmServer:
                 f"{self.link.url} returns log-probabilities without --temperature", RAW, code="vllm-raw-logprobs"
             )
 
-    def sample(self, tickets: list[Ticket], adapter: AdapterFiles, retrieve: Retrieve) -> list[Sequence]:
+    def sample(
+        self,
+        tickets: list[Ticket],
+        adapter: AdapterFiles,
+        retrieve: Retrieve,
+    ) -> list[Sequence]:
         """Returns the episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
         with self._loading:
             self._load(adapter)

@@ -18,7 +18,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.core.files import PART, move
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.models import lora
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence
 
 # Log-probabilities: fp32 holds none below, and rounding takes none further above 0.
@@ -178,7 +178,12 @@ def sequence_to_json(sequence: Sequence) -> dict:
     return record
 
 
-def sequence_from_json(record: Record, question: Question, limits: EpisodeLimits, place: int = 0) -> Sequence:
+def sequence_from_json(
+    record: Record,
+    question: Question,
+    limits: EpisodeLimits,
+    place: int = 0,
+) -> Sequence:
     """Returns a finished sequence, which no critic has seen.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step ends at a token that was sampled,

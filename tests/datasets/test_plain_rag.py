@@ -11,9 +11,10 @@ from r3lite.core.files import read_jsonl
 from r3lite.datasets.plain_rag import write_plain_rag
 from r3lite.datasets.trajectories import encode_row, read_rows
 from r3lite.protocols.chat_template import ChatTemplate
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.errors import raises
 
@@ -56,7 +57,7 @@ def evaluated(question, documents, layout) -> list[int]:
 def test_the_prompt_has_the_tokens_of_the_evaluation_and_only_the_answer_is_trained_on(any_tokenizer, tmp_path):
     layout = layout_of(any_tokenizer, "rag", max_document_tokens=60, max_new_tokens=40, max_length=640)
     tally = write_plain_rag([OSLO, BERGEN], lambda pairs: [DOCUMENTS for _ in pairs], layout, tmp_path / "rag.jsonl")
-    assert (tally.questions, tally.kept, tally.gold, tally.retrieved_gold) == (2, 2, 1, 1)
+    assert (tally.questions, tally.accepted, tally.gold, tally.retrieved_gold) == (2, 2, 1, 1)
     rows = read_rows(tmp_path / "rag.jsonl", build_protocol(ProtocolSettings()))
     for question, row in zip((OSLO, BERGEN), rows, strict=True):
         encoded = encode_row(row, layout_of(any_tokenizer, "none", max_length=640))
@@ -92,7 +93,7 @@ def test_the_question_is_the_query_and_one_that_fails_gives_no_row(tokenizer, tm
 
     tally = write_plain_rag([BERGEN, OSLO], retrieve, layout_of(tokenizer, "rag"), tmp_path / "rag.jsonl")
     assert queries == [("b", BERGEN.text), ("a", "Which city is the capital of Norway?")]
-    assert tally.rejected == {"the retriever failed": 1} and tally.kept == 1
+    assert tally.rejected == {"the retriever failed": 1} and tally.accepted == 1
     assert [json.loads(line)["id"] for line in (tmp_path / "rag.jsonl").read_text().splitlines()] == ["a"]
 
 

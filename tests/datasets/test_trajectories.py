@@ -14,9 +14,9 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.models.causal_lm import CausalLM, ModelConfig
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 

@@ -12,9 +12,9 @@ from r3lite.core.errors import R3LiteError
 from r3lite.exporting import chats
 from r3lite.models import lora
 from r3lite.models.weights import load_model, resolve_folder
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.errors import raises
 

@@ -23,7 +23,7 @@ from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.saving import save_nf4
 from r3lite.models.weights import load_model, resolve_folder
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.layout import Layout
 from r3lite.settings import LoraSettings
 from tests.packed_folders import write_packed
 

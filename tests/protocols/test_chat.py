@@ -6,8 +6,9 @@ from r3lite.core.episode import Question, Step
 from r3lite.core.records import Record, Source
 from r3lite.datasets.conversations import from_r1
 from r3lite.protocols.chat import Chat, ThinkingChat
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings
 
 EARLIER = ({"role": "user", "content": "first\n\nquestion"}, {"role": "assistant", "content": "its <|im_end|> answer"})

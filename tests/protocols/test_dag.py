@@ -5,8 +5,9 @@ import random
 import pytest
 
 from r3lite.core.episode import Document, Question, Search, Step
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.protocols.test_plan import DIAMOND
 

@@ -7,9 +7,10 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tags import Tags
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 FORGED = {

@@ -8,9 +8,9 @@ import torch
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
 from r3lite.models.causal_lm import CausalLM, ModelConfig
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import Tags
-from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.settings import EvaluateSettings, LengthSettings
 

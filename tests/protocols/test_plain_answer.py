@@ -4,8 +4,9 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.errors import raises
 from tests.protocols.test_tokenizer import rendered

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from r3lite.protocols.plan import FAULTS, InvalidPlan, Limits, Node, Plan, read
+from r3lite.protocols.plan import FAULTS, InvalidPlan, Limits, Node, SearchPlan, read
 
 LIMITS = Limits(nodes=4, words=6)
 DIAMOND = """Nodes:
@@ -32,12 +32,12 @@ def test_a_diamond():
     ],
 )
 def test_spaces_case_and_blank_lines_are_free(text):
-    assert read(text, LIMITS) == Plan((Node("A", "x?"),))
+    assert read(text, LIMITS) == SearchPlan((Node("A", "x?"),))
 
 
 def test_academy_is_academic_and_a_query_may_have_brackets():
     plan = read("Nodes:\nA: Who made Brenn (film)? (Academy)\nEdges:\n", LIMITS)
-    assert plan == Plan((Node("A", "Who made Brenn (film)?", "Academic"),))
+    assert plan == SearchPlan((Node("A", "Who made Brenn (film)?", "Academic"),))
 
 
 A, B, END = "A: x (General)\n", "B: y (General)\n", "Edges: none"
@@ -99,7 +99,7 @@ def test_random_plans_survive_being_written_and_their_order_is_topological():
             )
             for i, n in enumerate(draw.sample(names, len(names)))
         ]
-        plan = Plan(tuple(nodes), tuple(edges))
+        plan = SearchPlan(tuple(nodes), tuple(edges))
         assert read(plan.text(), Limits(8, 99)) == plan
         level = {node.name: i for i, nodes in enumerate(plan.levels) for node in nodes}
         assert all(level[a] < level[b] for a, b in edges) and len(level) == len(names)

@@ -124,8 +124,15 @@ def test_a_process_that_was_killed_is_started_again(renderer):
     renderer.render("", {})
     renderer._process.kill()
     renderer._process.wait()
+    assert renderer.render("a", {}) == "a"
+
+
+def test_a_template_at_which_the_process_ends_is_told(renderer, monkeypatch):
+    renderer.render("", {})
+    monkeypatch.setattr(renderer, "_send", lambda line: renderer._process.kill())
     with pytest.raises(rendering.LimitExceeded, match="has ended"):
         renderer.render("a", {})
+    monkeypatch.undo()
     assert renderer.render("a", {}) == "a"
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.templates import messages
-from r3lite.protocols.transcript import Layout
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 QUESTION = "Which river flows through the town where the author of Silent Harbour was born?"

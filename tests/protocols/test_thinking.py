@@ -7,9 +7,10 @@ from r3lite.core.errors import R3LiteError
 from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.trajectories import encode_rows, parts_of
 from r3lite.protocols.chat import Chat, ThinkingChat
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.protocols.test_chat_template import folder  # noqa: F401 (a fixture)
 
@@ -104,7 +105,7 @@ def test_a_demonstration_leaves_the_thought_empty_and_reads_as_the_rollout(layou
 def test_what_a_user_sees_while_it_is_written_has_no_thought(layout):
     transcript = opened(layout)
     transcript.write(layout.tokenizer.encode("Hm, which"))
-    readable = layout.readable(transcript, ended=False)
+    readable = layout.text.readable(transcript, turn_is_over=False)
     assert readable == ("<think>Hm, which" if layout.protocol.thinks else "")
 
 
@@ -178,7 +179,7 @@ def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
     for text in ("<", "<thi", TRACE[:12], TRACE, "<this> is"):
         transcript = opened(layout)
         transcript.write(layout.tokenizer.encode(text))
-        seen.append(layout.readable(transcript, ended=False))
+        seen.append(layout.text.readable(transcript, turn_is_over=False))
     assert seen == ["", "", "", "Ada", "<this> is"]
 
 

@@ -6,11 +6,13 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.markup import Tag
+from r3lite.protocols.observations import LEAST_DOCUMENT, LONGEST_TITLE
 from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
-from r3lite.protocols.transcript import LEAST_DOCUMENT, LONGEST_TITLE, OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.errors import raises
 

@@ -80,7 +80,7 @@ def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
     ],
 )
 def test_settings_that_make_no_sense(flags, words):
-    config = resolve("retrieve", retrieve.RetrieveConfig(), flags, ("retrieve",))
+    config = resolve("retrieve", retrieve.RetrieveConfig(), flags)
     with pytest.raises(UsageError, match=words):
         config.retrieval.check()
         check_used("retrieve", config)

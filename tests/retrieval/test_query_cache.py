@@ -128,7 +128,7 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])
 def test_it_is_for_encoders(flags):
-    config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
+    config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags])
     with raises(UsageError, "setting-unused", "--query-cache", "q", "a retriever that uses an --encoder"):
         check_used("retrieve", config)
 

@@ -183,9 +183,9 @@ def test_a_module_in_a_package_of_the_current_folder(own, tmp_path):
         ("-math.inf", "-inf"),
         ("10**400", "1000"),
         ("'1'", "'1'"),
-        ("[1.0, 2.0]", r"\[1.0, 2.0\]"),
-        ("[1.0, None, 2.0]", r"\[1.0, None, 2.0\]"),
-        ("[1.0, math.nan, 2.0]", r"\[1.0, nan, 2.0\]"),
+        ("[1.0, 2.0]", "[1.0, 2.0]"),
+        ("[1.0, None, 2.0]", "[1.0, None, 2.0]"),
+        ("[1.0, math.nan, 2.0]", "[1.0, nan, 2.0]"),
         ("{}", "{}"),
     ],
 )
@@ -247,7 +247,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_of_other_systems_by_hand(name):
-    chosen = resolve("ppo", PpoConfig(), ["--preset", name], ("ppo",)).reward
+    chosen = resolve("ppo", PpoConfig(), ["--preset", name]).reward
     found = [search(OTHER, GOLD[0]), search(GOLD[1])]
     episode = answered("Ada Lovelace", *found)
     episode.steps[-1] = type(found[0])("Because.", answer="Ada Lovelace")
@@ -256,7 +256,7 @@ def test_presets_of_other_systems_by_hand(name):
 
 
 def test_the_preset_for_solution_tags_by_hand():
-    chosen = resolve("ppo", PpoConfig(), ["--preset", "solution"], ("ppo",)).reward
+    chosen = resolve("ppo", PpoConfig(), ["--preset", "solution"]).reward
     paid = {said: score(answered(said), chosen).total for said in ("Ada", "Ada, she", "Bob")}
     # 3 and 0.5 for the form; ROUGE-L is 1, 2/3 and 0.
     assert paid == {"Ada": 8.5, "Ada, she": 3.5, "Bob": 2.5}

@@ -7,7 +7,7 @@ import torch
 
 from r3lite.core.grant import Grant, Memory
 from r3lite.models.causal_lm import CausalLM, ModelConfig
-from r3lite.protocols.transcript import OPENINGS, Layout
+from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 

@@ -9,8 +9,8 @@ import torch
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import lora
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler

@@ -6,8 +6,9 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
 from r3lite.protocols.chat import Chat
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.protocols.transcript import Transcript
 from r3lite.serving.asks import Ask
 from r3lite.serving.telling import Growing, sources_of
 from r3lite.settings import LengthSettings, ProtocolSettings

@@ -36,7 +36,7 @@ def test_addresses(address):
 )
 def test_what_is_no_address_is_refused_and_no_secret_is_shown(address):
     with pytest.raises(UsageError, match=r"judge.base.url") as error:
-        resolve("ppo", PpoConfig(), ["--judge-base-url", address], ("ppo",))
+        resolve("ppo", PpoConfig(), ["--judge-base-url", address])
     assert "s3cret" not in str(error.value) and error.value.__cause__ is None
 
 

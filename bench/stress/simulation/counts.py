@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parents[2] / "r3lite"
+PACKAGE = Path(__file__).parents[3] / "r3lite"
 
 
 @dataclass(frozen=True)

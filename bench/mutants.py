@@ -1,0 +1,210 @@
+"""Removes guards of the package, one at a time, and runs the tests that should notice.
+
+python -m bench.mutants                     # all of mutants.toml; results in bench/results/mutants.json
+python -m bench.mutants --only NAME ...     # some of them; writes no results
+
+A guard is a line that nothing needs while all goes well: a check of what a stranger sends, a limit, a flush to the
+disk. Its test can be missing for years. Each guard is removed in a copy of the repository, and one of its tests has to
+fail there.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIST = ROOT / "bench" / "mutants.toml"
+RESULTS = ROOT / "bench" / "results" / "mutants.json"
+COPIED = ("r3lite", "tests", "bench", "data", "prompts", "docs", "checkpoints", "pyproject.toml", "README.md")
+SECONDS = 600.0  # for the tests of one guard
+# What tests import besides: it is imported once, before the process of each guard is forked.
+PRELOADED = ("torch", "numpy", "tokenizers", "safetensors.torch", "faiss", "hypothesis", "fastapi", "uvicorn", "httpx")
+NOTICED = "noticed"
+SURVIVED = "survived"  # its tests passed without the guard
+HUNG = "hung"  # its tests did not end in time
+BROKEN = "broken"  # its tests could not be run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A guard of the package, and how it is removed."""
+
+    guard: str  # its name
+    file: str
+    find: str  # text that is in the file once
+    put: str  # the text in its place
+    tests: list[str]  # files or ids of tests, one of which has to fail
+    slow: bool = False  # removed by a test marked `slow`, too
+
+    def mutated(self, text: str) -> str:
+        """Returns the text of the file without the guard."""
+        count = text.count(self.find)
+        if count != 1:
+            raise ValueError(f"{self.guard}: {self.file} has the text {count} times: {self.find!r}")
+        return text.replace(self.find, self.put)
+
+
+def read_list() -> list[Mutant]:
+    """Returns the guards of mutants.toml."""
+    entries = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutants"]
+    return [Mutant(**entry) for entry in entries]
+
+
+def outcomes(mutants: list[Mutant]) -> dict[str, str]:
+    """Removes the guards one after the other in a copy of the repository; returns what became of each, by its name."""
+    states = {}
+    with tempfile.TemporaryDirectory(prefix="r3lite-mutants-") as folder:
+        work = Path(folder).resolve()
+        copy_repository(work)
+        for mutant in mutants:
+            start = time.monotonic()
+            states[mutant.guard] = outcome(mutant, work)
+            print(f"{states[mutant.guard]:<10}{time.monotonic() - start:6.0f} s  {mutant.guard}", flush=True)
+    return states
+
+
+def copy_repository(work: Path) -> None:
+    """Copies what tests need of the repository."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, work / name, ignore=ignored)
+        elif source.exists():
+            shutil.copy(source, work / name)
+
+
+def outcome(mutant: Mutant, work: Path) -> str:
+    """Returns what becomes of a guard's tests when the copy in `work` is without it; puts it back."""
+    path = work / mutant.file
+    text = path.read_text(encoding="utf-8")
+    mutated = mutant.mutated(text)
+    compile(mutated, mutant.file, "exec")
+    _write(path, mutated)
+    try:
+        status = run_tests(mutant.tests, work)
+    finally:
+        _write(path, text)
+    if status is None:
+        return HUNG
+    return {0: SURVIVED, 1: NOTICED}.get(status, BROKEN)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a module anew; compiled code that is of the same second and length would be taken for that of the text."""
+    path.write_text(text, encoding="utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+
+
+def run_tests(tests: list[str], work: Path) -> int | None:
+    """Runs tests in a copy of the repository; returns pytest's exit status, or None if they do not end."""
+    arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(work)}
+    log = work / "log.txt"
+    if hasattr(os, "fork"):
+        return _run_forked(arguments, environment, work=work, log=log)
+    with open(log, "wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        command = [sys.executable, "-m", "pytest", *arguments]
+        done = subprocess.run(command, cwd=work, env=environment, stdout=file, stderr=file, timeout=SECONDS)
+        return done.returncode
+    return None
+
+
+def _run_forked(arguments: list[str], environment: dict[str, str], work: Path, log: Path) -> int | None:
+    """Runs pytest in a fork of this process, which has imported what takes long: else that is most of the time."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.setsid()
+            _move_to(work, environment, log)
+            import pytest
+
+            status = int(pytest.main(arguments))
+        finally:
+            os._exit(status)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _move_to(work: Path, environment: dict[str, str], log: Path) -> None:
+    """Makes this process one that runs in the copy, and writes to the log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(work)
+    os.environ.update(environment)
+
+    sys.path[:] = [str(work), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("r3lite", "bench", "tests"):
+            del sys.modules[name]
+
+
+def preload() -> None:
+    """Imports what tests of all guards need."""
+    for name in ("pytest", *PRELOADED):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def head() -> str:
+    """Returns the commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def summary(mutants: list[Mutant], states: dict[str, str], commit: str) -> dict:
+    """Returns what a run of a commit has shown, for the results."""
+    return {
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "removed": len(mutants),
+        "noticed": sum(states[mutant.guard] == NOTICED for mutant in mutants),
+        "not_noticed": [
+            asdict(mutant) | {"outcome": states[mutant.guard]} for mutant in mutants if states[mutant.guard] != NOTICED
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="guards of mutants.toml by name")
+    arguments = parser.parse_args()
+    mutants = read_list()
+    if arguments.only:
+        mutants = [mutant for mutant in mutants if mutant.guard in arguments.only]
+    if hasattr(os, "fork"):
+        preload()
+    commit = head()
+    states = outcomes(mutants)
+    noticed = sum(state == NOTICED for state in states.values())
+    print(f"{len(states)} removed, {noticed} noticed")
+    if not arguments.only:
+        results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        results["last_run"] = summary(mutants, states, commit)
+        results.setdefault("first_run", results["last_run"])
+        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0 if noticed == len(states) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,233 @@
+"""The layout of episodes in tokens: one for SFT rows, rollouts and baselines.
+
+A `Layout` appends the prompt, the documents and the headings of forced answers to a transcript, and decides after each
+turn how the episode goes on. The text comes from a protocol; the turns are written by a model or taken from a
+trajectory. No text is decoded and encoded again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.protocols import base
+from r3lite.protocols.chat import ThinkingChat
+from r3lite.protocols.observations import ANSWER_ROOM, Observations
+from r3lite.protocols.thoughts import Thoughts
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Transcript
+from r3lite.protocols.turn_text import TurnText
+from r3lite.settings import LengthSettings
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The text that a baseline puts between the prompt and the model's first turn: the model writes only the answer."""
+
+    searches: bool = False  # a first step whose query is the question itself, and its documents
+    forces_answer: bool = False  # the heading of an answer
+    plain: bool = False  # a chat without steps, whose first user turn has the documents, if there are any
+
+
+# By the values of --baseline.
+OPENINGS = {
+    "none": Opening(),
+    "rag": Opening(searches=True, plain=True),
+    "closed-book": Opening(plain=True),
+    "gold": Opening(searches=True, plain=True),  # `implied` of its settings names the retriever
+    "no-retrieval": Opening(forces_answer=True),
+    "single-retrieval": Opening(searches=True, forces_answer=True),
+}
+
+
+@dataclass
+class Layout:
+    """Lays out the episodes of a protocol in tokens, within the limits of `lengths`."""
+
+    tokenizer: Tokenizer
+    protocol: base.Protocol
+    lengths: LengthSettings
+    opening: Opening = Opening()
+    text: TurnText = field(init=False, repr=False, compare=False)
+    observations: Observations = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
+        self.text = TurnText(self.tokenizer, self.protocol, self._thoughts)
+        self.observations = Observations(self.tokenizer, self.protocol, self._thoughts)
+        if isinstance(self.protocol, ThinkingChat):
+            self.tokenizer.check_thinking()
+
+    def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
+        """Returns the tokens of the prompt with `question`, after the `earlier` messages of a conversation."""
+        opening = self.protocol.opening(self.protocol.quoted(question))
+        if procedure:
+            opening = f"{procedure}\n\n{opening}"
+        return self.tokenizer.open_chat(
+            opening,
+            system=self.protocol.system,
+            earlier=earlier,
+            shots=self.protocol.shots,
+        )
+
+    def open(self, transcript: Transcript) -> None:
+        """Appends the prompt to an empty transcript, then the search or the heading of the opening.
+
+        Then the transcript may have `pending` queries, or be finished if there is no room for an answer.
+        """
+        question = transcript.question
+        prompt = self.prompt(question.text, question.earlier, question.procedure)
+        self.check_room(question, prompt)
+        documents_are_in_prompt = self.opening.searches and self.opening.plain  # then `Observations` writes it
+        if not documents_are_in_prompt:
+            transcript.observe(prompt)
+        if self.opening.searches:
+            step = self.protocol.first_search(self.protocol.quoted(question.text))
+            text = self.protocol.render(step, 1)
+            transcript.observe(self._thoughts.written(transcript.tokens, text))
+            transcript.add_step(step)
+            transcript.pending = step.searches
+        elif self.opening.forces_answer:
+            self._begin_answer(transcript)
+
+    def check_room(self, question: Question, prompt: Sequence[int]) -> None:
+        """Raises R3LiteError if a prompt leaves no room for an answer."""
+        if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
+            limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
+            remedy = "Raise --max-length, shorten the prompt file, or remove the question."
+            raise R3LiteError(
+                f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}",
+                remedy,
+                code="prompt-too-long",
+            )
+
+    def turn_is_over(self, transcript: Transcript) -> bool:
+        """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit."""
+        turn = transcript.turn
+        if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
+            return True
+        if turn[-1] == self.tokenizer.stop_id:
+            return True
+        return self.text.ends_with_stop(turn)
+
+    def close_turn(self, transcript: Transcript) -> None:
+        """Parses the finished turn into a step and adds it.
+
+        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
+        """
+        text = self.text.read(transcript)
+        steps = transcript.steps
+        is_complete = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
+        if transcript.awaiting_answer is not None:
+            self._close_answer(transcript, text, is_complete)
+            return
+        step = self.protocol.parse(text, steps)
+        if not is_complete:
+            step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
+            heading = self.protocol.finishing(text, steps)
+            if heading is not None:
+                self._begin_answer(transcript, step, heading=heading)
+                return
+            transcript.finish = CUT_OFF
+        elif step.answer is not None:
+            transcript.finish = ANSWERED
+        elif not step.searches or (self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults):
+            transcript.finish = MALFORMED
+        elif sum(bool(s.searches) for s in steps) >= self.lengths.max_hops:
+            self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
+            return
+        transcript.add_step(step)
+        if transcript.finish is None:
+            transcript.pending = step.searches
+
+    def _close_answer(self, transcript: Transcript, text: str, is_complete: bool) -> None:
+        """Adds the step that awaits its answer, with that of the finished turn. A copy of our request is no answer."""
+        awaiting = transcript.awaiting_answer
+        step = self.protocol.read_answer(text, transcript.steps)
+        is_copy = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
+        faults = [*awaiting.faults, *step.faults]
+        answer = None
+        if not is_complete:
+            faults.append(base.CUT_OFF)
+            transcript.finish = CUT_OFF
+        elif is_copy or step.answer is None:
+            transcript.finish = MALFORMED
+        else:
+            answer = step.answer
+            transcript.finish = ANSWERED
+        transcript.forced_step = awaiting
+        transcript.awaiting_answer = None
+        transcript.add_step(Step(awaiting.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
+
+    def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
+        """Appends the documents of the pending queries, one list per query; forces an answer if none fit."""
+        transcript.pending = ()
+        step, observation = self.observations.fit(transcript, documents, self.lengths)
+        transcript.steps[-1] = step
+        if observation is None:
+            if self.opening.plain:
+                cause = (
+                    f"--max-length {self.lengths.max_length} has no room for "
+                    f"question {transcript.question.id} with a document and an answer"
+                )
+                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
+            transcript.step_ends.pop()
+            self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)
+            return
+        transcript.observe(observation)
+        if self.opening.forces_answer:
+            self._begin_answer(transcript)
+
+    def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
+        """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
+        `document_tokens` tokens.
+
+        Its tokens are those of a rollout with the same text, except that the limits of `lengths` are not applied.
+        """
+        transcript = Transcript(question)
+        transcript.observe(self.prompt(question.text))
+        for step in steps:
+            text = self.protocol.render(step, len(transcript.steps) + 1)
+            turn = self._thoughts.written(transcript.tokens, text)
+            if self.protocol.user_turns or not text.endswith(self.protocol.stop_strings):
+                turn = [*turn, self.tokenizer.stop_id]
+            transcript.write(turn)
+            documents = [search.documents for search in step.searches]
+            transcript.add_step(self.observations.cut(step, documents, document_tokens))
+            if step.answer is None:
+                transcript.observe(self.observations.of_documents(transcript, transcript.steps))
+        return transcript
+
+    def _force_answer(self, transcript: Transcript, step: Step, fault: str) -> None:
+        """Opens a last turn for the answer of `step`, after the protocol's request for it.
+
+        The step keeps its analysis, loses its queries and gets the `fault`.
+        """
+        request = self.observations.turn_end(transcript) + self.observations.of_text(self.protocol.answer_request)
+        step = replace(step, searches=(), faults=(*step.faults, fault))
+        self._begin_answer(transcript, step, request)
+
+    def _begin_answer(
+        self,
+        transcript: Transcript,
+        step: Step | None = None,
+        request: Sequence[int] = (),
+        heading: str | None = None,
+    ) -> None:
+        """Appends `request` and the heading of an answer, by default the protocol's, and awaits the answer of `step`
+        (of an empty one for a baseline); cuts the episode off if there is no room."""
+        if heading is None:
+            heading = self.protocol.answer_opening(len(transcript.steps) + 1)
+        tokens = [*transcript.tokens, *request]
+        turn_start = transcript.turn_start
+        if request:
+            turn_start = len(tokens)
+        thought_end = self._thoughts.end(tokens, turn_start)
+        observation = [*request, *self.tokenizer.encode_written(thought_end + heading)]
+        if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
+            transcript.finish = CUT_OFF
+            if step:
+                transcript.add_step(step)
+            return
+        transcript.observe(observation)
+        transcript.awaiting_answer = step or Step()

@@ -1,0 +1,86 @@
+"""The text of a turn while it is written: as the protocol parses it, and as a user reads it.
+
+Little of it is decoded: that is done after each token.
+"""
+
+from collections.abc import Sequence
+
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.chat_template import THINK
+from r3lite.protocols.thoughts import Thoughts
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Transcript
+
+BYTES = "\ufffd"  # decoded from bytes that are not a whole character
+
+
+class TurnText:
+    """Decodes the current turns of transcripts."""
+
+    def __init__(self, tokenizer: Tokenizer, protocol: Protocol, thoughts: Thoughts):
+        self.tokenizer = tokenizer
+        self.protocol = protocol
+        self.thoughts = thoughts
+        self._may_close: dict[int, bool] = {}  # by token: it may be the last one of a stop string
+
+    def read(self, transcript: Transcript) -> str:
+        """Returns the text of the current turn as the protocol parses it."""
+        if transcript.awaiting_answer is not None:
+            return self.tokenizer.decode(transcript.turn)
+        return self.thoughts.read(transcript.tokens, transcript.turn_start)
+
+    def readable(self, transcript: Transcript, turn_is_over: bool) -> str:
+        """Returns the text of the current turn for a user: with its forced heading, without its thought, and up to a
+        stop string.
+
+        While the turn goes on, the text of each call continues that of the call before: incomplete characters, and
+        what may be the beginning of a thought or of a stop string, are left out until `turn_is_over`.
+        """
+        text = self.read(transcript)
+        if transcript.awaiting_answer is not None:
+            text = self.protocol.answer_heading + text
+            if transcript.awaiting_answer.analysis:
+                text = f"\n{text}"
+        stops = self.protocol.stop_strings
+        stop_places = [text.index(stop) for stop in stops if stop in text]
+        if stop_places:
+            return text[: min(stop_places)]
+        if turn_is_over:
+            return text
+        text = text.rstrip(BYTES)
+        if THINK.startswith(text.strip()):  # perhaps the beginning of a thought
+            return ""
+        held_back = max((_overlap(text, stop) for stop in stops), default=0)
+        return text[: len(text) - held_back]
+
+    def ends_with_stop(self, turn: Sequence[int]) -> bool:
+        """Returns whether the last token of a turn completes a stop string."""
+        last_token = turn[-1]
+        if last_token not in self._may_close:
+            self._may_close[last_token] = self._may_end_stop_string(last_token)
+        if not self._may_close[last_token]:
+            return False
+        # A stop string of n bytes spans at most n tokens, and ends in this one if it is complete only now.
+        stops = self.protocol.stop_strings
+        return any(stop in self.tokenizer.decode(turn[-len(stop.encode()) :]) for stop in stops)
+
+    def _may_end_stop_string(self, token: int) -> bool:
+        """Returns whether a token has the last character of a stop string, or some bytes of it.
+
+        Few tokens have, so that little text is decoded.
+        """
+        text = self.tokenizer.decode([token])
+        has_bytes = BYTES in text
+        for stop in self.protocol.stop_strings:
+            last_character = stop[-1]
+            if last_character in text or (has_bytes and not last_character.isascii()):
+                return True
+        return False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a stop string."""
+    for length in range(len(stop) - 1, 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
