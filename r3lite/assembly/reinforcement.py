@@ -253,7 +253,7 @@ def check_searches(config: PpoConfig) -> None:
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
-    # If a step may have several queries, hops do not limit them; protocols that name sources are of a graph.
+    # Hops limit the searches only if a step has one query at most; a graph of searches is one step.
     one_query = all(protocol.most_queries == 1 and not protocol.names_sources for protocol in protocols_in_use)
     searches = config.reward.least_searches
     if one_query and searches > config.lengths.max_hops:

@@ -179,8 +179,8 @@ def standing(w: Workload, memory: Memory) -> Parts:
     }
     if w.trains:
         parts["optimizer"] = _moment_bytes(w)
-    if w.keeps_step and not w.on_cuda:  # elsewhere host and device are the same memory
-        parts["last updates"] = 2 * copy_bytes(w)  # as a round is undone if it is interrupted, the one before it too
+    if w.keeps_step and not w.on_cuda:  # without CUDA, copies on the host lie in the device's memory
+        parts["last updates"] = 2 * copy_bytes(w)  # an interrupted round is undone, and perhaps the one before it
     return parts
 
 
@@ -224,7 +224,7 @@ def peak(w: Workload, memory: Memory) -> int:
 
 
 def allocated(w: Workload, memory: Memory) -> int:
-    """Returns the peak of tensors alone: what a count of them finds, and on CUDA PyTorch's allocator as allocated."""
+    """Returns the peak of the bytes of tensors: those that LiveTensors counts, and CUDA's allocator calls allocated."""
     totals = []
     for parts in phases(w, memory).values():
         totals.append(sum(size for name, size in parts.items() if name not in NOT_TENSORS))

@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_divisors(head_dim: int, theta: float) -> Tensor:
-    """Returns the inverse rotary frequencies [D/2]: pair i of a head is rotated by position / theta^(2i / D)."""
+    """Returns theta^(2i / D) for the pairs i of a head, as [D/2]: pair i is rotated by position / theta^(2i / D)."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
@@ -104,8 +104,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
-    The angles are computed in fp32, the results are in `dtype`. The sines of the first half are negated here, once,
-    instead of half of every head in every layer.
+    The angles are computed in fp32, the results are in `dtype`. The first half of the divisors is negative, and so are
+    its sines: that is done here, once, instead of in half of every head in every layer.
     """
     head_divisors = _head_divisors(config, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]

@@ -22,7 +22,7 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """The text that a baseline puts between the prompt and the model's first turn: the model writes only the answer."""
+    """What comes before the model's first turn: of a baseline, some of what the model would write otherwise."""
 
     searches: bool = False  # a first step whose query is the question itself, and its documents
     forces_answer: bool = False  # the heading of an answer
@@ -182,7 +182,8 @@ class Layout:
         """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
         `document_tokens` tokens.
 
-        Its tokens are those of a rollout with the same text, except that the limits of `lengths` are not applied.
+        Its tokens are those of a rollout with the same text, without earlier messages and a procedure; the limits of
+        `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))

@@ -67,7 +67,10 @@ VERIFICATION_NOTE = "{h.verification} [2] Marta Lindqvist shows the town, [1] Lj
 
 @dataclass(frozen=True)
 class R3(Protocol):
-    """Parses and renders R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
+    """Parses and renders R3 steps.
+
+    `parse(render(step, k), earlier) == step` for every well-formed step k = len(earlier) + 1, but for its documents.
+    """
 
     init_prompt: str
     step_prompt: str  # the user turn with {documents}, perhaps with {question} and {step}, the number of the next step

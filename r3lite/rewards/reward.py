@@ -35,7 +35,7 @@ class Scored:
 
     def __post_init__(self):
         for reward in self.steps:
-            if not abs(reward) <= LARGEST_REWARD:
+            if not abs(reward) <= LARGEST_REWARD:  # true of NaN, too
                 cause = f"the reward of a step is {reward}; it must be finite and at most {LARGEST_REWARD:.0e}"
                 raise R3LiteError(
                     cause, "Lower the weights of the rewards, such as --outcome-em.", code="reward-out-of-range"
@@ -102,7 +102,7 @@ def score(
     for step_rewards in by_name.values():  # in the order of `rewards_of`: another one would change the last bits
         steps = [total + reward for total, reward in zip(steps, step_rewards, strict=True)]
     totals = {name: sum(step_rewards) for name, step_rewards in by_name.items()}
-    parts = {name: totals[name] for name in ALWAYS} | totals
+    parts = {name: totals[name] for name in ALWAYS} | totals  # those of ALWAYS first
     answer = None
     answer_rewards = [reward.name for reward in rewards if reward.pays_answer]
     if highest_outcome(settings) or answer_rewards:
@@ -124,7 +124,7 @@ def score_all(
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)
     scored = [score(episode, settings, verdict) for episode, verdict in pairs]
-    if not any(scored):
+    if all(reward is None for reward in scored):
         questions = {episode.question.id for episode in episodes}
         if len(questions) >= MIN_QUESTIONS:
             _refuse_always_missing(episodes, verdicts, settings)

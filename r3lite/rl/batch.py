@@ -153,7 +153,7 @@ class Batch:
 
         These are the fewest mini-batches of at most `size` on-policy rows, about equally large, so that no small rest
         makes a step of its own. Groups whose size does not divide a mini-batch are split between two. An off-policy row
-        goes with the row before it, which is of its group.
+        goes with the row before it.
         """
         if by_group:
             units = [self._rows_of_group(group) for group in self.groups.unique()]

@@ -258,7 +258,7 @@ class Engine:
         return sampled
 
     def _fail(self, sequence: Sequence, error: NotFinite) -> None:
-        """Ends the run: a model whose logits are not finite is broken."""
+        """Ends the run: a model whose logits are not finite is broken. A `LaneEngine` ends this sequence alone."""
         raise error
 
     def _explain_overflow(self, sequence: Sequence) -> NotFinite:

@@ -84,7 +84,9 @@ class Fetcher:
         fetched: list[Fetched] = []
         while self.in_flight:
             due, result = self.in_flight[0]
-            if due > self.iteration and not (idle and not fetched):
+            is_due = due <= self.iteration
+            is_first_while_idle = idle and not fetched
+            if not (is_due or is_first_while_idle):
                 break
             self.in_flight.popleft()
             fetched += result.result()

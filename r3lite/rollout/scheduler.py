@@ -133,6 +133,7 @@ def _shared(sequence: Sequence, neighbour: Sequence) -> int:
     The last token of `sequence` has to be run, to sample the next one. The last token of `neighbour` is not yet in the
     cache: if it counted, `sequence` could wait for one more token of `neighbour` in each iteration.
     """
+    # The usual case, equal prompts of a group, without a comparison in Python; what follows gives the same.
     same_question = sequence.question is neighbour.question
     if same_question and neighbour.tokens[: len(sequence.tokens)] == sequence.tokens:
         return len(sequence.tokens) - 1

@@ -71,7 +71,9 @@ class Guard:
         self.rounds = 0  # so far
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
-        self.right_start: float | None = None  # `right_likelihood` of the first rounds, or as soon as it is known
+        self.right_start: float | None = (
+            None  # `right_likelihood` at the end of the first rounds, or as soon as it is known
+        )
         self.peak: list[Numbers] | None = None  # F1 and reward of as many rounds, when their F1 was highest
         self.best_reward: float | None = None  # the highest mean of recent rounds
         self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
