@@ -165,7 +165,7 @@ def test_rollouts_import_no_protocol_by_name():
     """Only what is about every protocol: each other module of protocols/ is one of them, or leads to them."""
     names = [name for path in (PACKAGE / "rollout").glob("*.py") for _, name in imports(path)]
     protocols = {name.removeprefix("r3lite.protocols.") for name in names if name.startswith("r3lite.protocols")}
-    assert protocols and protocols <= {"base", "tokenizer", "transcript"}
+    assert protocols and protocols <= {"base", "layout", "tokenizer", "transcript"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -53,7 +53,7 @@ def test_what_windows_lacks_is_asked_for_only_where_there_is_another_way():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = {"os": of_os, "signal": of_signal}.get(node.value.id, set())
             used |= {(file, node.attr)} if node.attr in names else set()
-    assert imported <= {("metrics.py", "resource")}  # in a `try`
+    assert imported <= {("metrics.py", "resource"), ("render_process.py", "resource")}  # which may be absent there
     assert not used
 
 

@@ -141,21 +141,21 @@ def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkey
 def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch, capsys):
     """The judge fails on every second episode: they are in the log without rewards, and in no mean."""
     from r3lite.assembly import reinforcement
-    from r3lite.rewards import reward
+    from r3lite.rewards.verdict import StepVerdict, Verdict
 
     class Flaky:
         missing = 3
 
         def verdicts(self, episodes):
             return [
-                reward.Verdict(True, (reward.StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None
+                Verdict(True, (StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None
                 for i, e in enumerate(episodes)
             ]
 
         def counts(self):
             return {"judge/failures": 3}
 
-    monkeypatch.setattr(reinforcement, "build_judge", lambda *_: Flaky())
+    monkeypatch.setattr(reinforcement, "build_judge", lambda *_, **__: Flaky())
     paid = [
         "--outcome-judge",
         "1",

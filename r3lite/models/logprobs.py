@@ -297,7 +297,7 @@ def _statistics(
             elif with_entropy:
                 probs = torch.exp(logprobs)
             else:
-                probs = logprobs.exp_()
+                probs = torch.exp(logprobs, out=logprobs)
         if with_entropy:
             # Not log Z - sum_v p_v logit_v: if logits are large, a small entropy is lost in that difference.
             with torch.autocast(logits.device.type, enabled=False):  # which would compute the product in 16 bits

@@ -132,7 +132,7 @@ def test_an_error_of_the_model_is_no_problem_of_graphs(model, monkeypatch, capsy
     """Even a RuntimeError, such as of shapes that do not fit: without graphs it would be the same."""
     graphs = filled(model, lambda cache: GraphDecoder(model, cache, SLOTS, Replayed()))
 
-    def wrong(*_):
+    def wrong(*_, **__):
         raise error("mat1 and mat2 shapes cannot be multiplied")
 
     monkeypatch.setattr(model.model.layers[1], "forward", wrong)
