@@ -45,7 +45,8 @@ r3lite uses the chat template in the model folder. If it cannot build the same t
 shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma
 are tested against transformers. If a template has no system role, the system message is put before the first user
 message. Templates that insert today's date get a fixed one, which exports keep. Where transformers 5 does not follow
-`tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file.
+`tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file. A template runs in
+a process of its own, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS time is the only limit).
 
 **Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
 demonstrations without thoughts teaches them to leave the thought empty. Thoughts count towards `--max-new-tokens` and
