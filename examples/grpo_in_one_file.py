@@ -4,7 +4,7 @@
     python examples/grpo_in_one_file.py runs/quickstart/sft runs/grpo-in-one-file
 
 The network, its KV cache, its adapters and the tokenizer come from r3lite. Everything else is here, to be read from top
-to bottom. The settings are those of `python -m r3lite.ppo --preset tiny --algorithm grpo`; README.md compares them.
+to bottom. The settings are those of `python -m r3lite.ppo --preset tiny --algorithm grpo`; to compare, see README.md.
 """
 
 import json
