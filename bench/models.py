@@ -22,14 +22,23 @@ PAGE = """\
 | `qwen2` | Qwen2, Qwen2.5, R1 distills of them |
 | `qwen3` | Qwen3 (dense) |
 | `llama` | Llama 1 to 3.3, SmolLM2, TinyLlama, R1 distills of Llama |
-| `mistral` | Mistral without a sliding window |
+| `mistral` | Mistral |
+| `granite`, `granitemoehybrid` | Granite 3; Granite 4 without experts and Mamba layers |
+| `smollm3` | SmolLM3 |
+| `gemma3_text`, `gemma3` | Gemma 3, its text part |
 
 Anything else in a `config.json` is an error that names it.
 
 **Verified:** with random weights of two sizes, the logits of each family equal those of transformers within 1e-4 in
-fp32 (`pytest tests/models/test_families.py`). The only real weights tested are Qwen2.5-Coder-0.5B-Instruct and
-SmolLM2-135M-Instruct: on two CPU cores in bf16, SFT with 1,024 tokens took 2,094 MiB (2,096 planned) and 877 MiB (878
-planned), at 237 and 523 tokens/s.
+fp32, beyond sliding windows too (`pytest tests/models/test_families.py`). The only real weights tested are
+Qwen2.5-Coder-0.5B-Instruct, SmolLM2-135M-Instruct and Gemma 3 270M. On two CPU cores in bf16, SFT of the first two with
+1,024 tokens took 2,094 MiB (2,096 planned) and 877 MiB (878 planned), at 237 and 523 tokens/s.
+
+**Where a `config.json` misleads:** a Mistral without `sliding_window` has a window of 4,096; only `null` means none.
+Qwen's `max_window_layers` counts the layers without a window. In SmolLM3's `no_rope_layers`, 0 marks the layers without
+rotary positions. Granite 4 ignores `intermediate_size` (its own is `shared_intermediate_size`), has no positions unless
+`position_embedding_type` is `rope`, and gate and up projections in one matrix, which gets one adapter if
+`--lora-targets` names one of them. Scores of Granite are not divided by the root of the head size.
 
 ## What fits into 4 GB
 
