@@ -34,28 +34,28 @@ fp32, beyond sliding windows too (`pytest tests/models/test_families.py`). The o
 Qwen2.5-Coder-0.5B-Instruct, SmolLM2-135M-Instruct and Gemma 3 270M. On two CPU cores in bf16, SFT of the first two with
 1,024 tokens took 2,094 MiB (2,096 planned) and 877 MiB (878 planned), at 237 and 523 tokens/s.
 
-**Where a `config.json` misleads:** a Mistral without `sliding_window` has a window of 4,096; only `null` means none.
-Qwen's `max_window_layers` counts the layers without a window. In SmolLM3's `no_rope_layers`, 0 marks the layers without
-rotary positions. Granite 4 ignores `intermediate_size` (its own is `shared_intermediate_size`), has no positions unless
-`position_embedding_type` is `rope`, and gate and up projections in one matrix, which gets one adapter if
-`--lora-targets` names one of them. Scores of Granite are not divided by the root of the head size.
+**Surprises in a `config.json`:** Mistral without `sliding_window` has a window of 4,096; only `null` means none. Qwen's
+`max_window_layers` are those without a window. In SmolLM3's `no_rope_layers`, 0 marks layers without positions. Granite
+4 uses `shared_intermediate_size`, and no positions unless `position_embedding_type` is `rope`. Its gate and up
+projections are one matrix with one adapter.
 
 ## What fits into 4 GB
 
-Planned peak in MiB on a GPU with 4 GB, for SFT with rows of 1,024 tokens and GRPO with 64 episodes of 4,096. In
-parentheses: layers that are recomputed in the backward pass. The mark * means with `--stream-layers`, "offload" that
-layer inputs are kept in host memory. `python -m bench.models` prints this page.
+Planned peak in MiB on a GPU with 4 GB: SFT with rows of 1,024 tokens, GRPO with 64 episodes of 4,096. In parentheses:
+layers recomputed in the backward pass. * means with `--stream-layers`, "offload": layer inputs are in host memory.
+`python -m bench.models` prints this page.
 
 {table}
 
 ## Chat templates
 
 r3lite uses the chat template in the model folder. If it cannot build the same tokens as the template, it stops and
-shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma
-are tested against transformers. If a template has no system role, the system message is put before the first user
-message. Templates that insert today's date get a fixed one, which exports keep. Where transformers 5 does not follow
-`tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file. A template runs in
-a process of its own, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS time is the only limit).
+shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2 and 3, TinyLlama, Mistral, R1, Phi-3, Gemma
+and Granite 4 are tested against transformers. If a template has no system role, the system message is put before the
+first user message. Templates that insert today's date get a fixed one, which exports keep. Where transformers 5 does
+not follow `tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file. A
+template runs in a process of its own, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS time is the
+only limit).
 
 **Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
 demonstrations without thoughts teaches them to leave the thought empty. Thoughts count towards `--max-new-tokens` and
