@@ -29,7 +29,7 @@ def cold(tmp_path_factory):
     search = ["--index", str(folder / "index")]
     rows = str(folder / "rows.jsonl")
     assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "160", *search, "--output", rows]) == 0
-    steps = ["--max-steps", "24", "--validation-fraction", "0"]
+    steps = ["--max-steps", "48", "--batch-size", "4", "--validation-fraction", "0"]
     assert sft.main([*tiny, "--data", rows, *steps, "--output", str(folder / "sft")]) == 0
     return folder
 
