@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if learns(argv):
-        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo")(argv)
-    return command.Command("plan", PlanSftConfig(), print_plan, table="sft")(argv)
+        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo", reads_inputs=False)(argv)
+    return command.Command("plan", PlanSftConfig(), print_plan, table="sft", reads_inputs=False)(argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.errors import R3LiteError, explained, reason
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
@@ -161,10 +161,12 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
         ) from None
     except PermissionError as error:  # another user's file
         raise R3LiteError(
-            f"{output} cannot be written: {error}", "Pass another output.", code="output-unwritable"
+            f"{output} cannot be written: {reason(error)}", "Pass another output.", code="output-unwritable"
         ) from error
     except OSError as error:  # a file system without locks, such as some network drives
-        print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
+        print(
+            f"warning: {output} cannot be locked ({reason(error)}): let no other process write there", file=sys.stderr
+        )
     try:
         yield
     finally:
@@ -180,7 +182,7 @@ def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
     except OSError as error:
         _remove_lock_file(lock_file)
         raise R3LiteError(
-            f"{output} cannot be written: {error}", "Free some disk space.", code="output-unwritable"
+            f"{output} cannot be written: {reason(error)}", "Free some disk space.", code="output-unwritable"
         ) from error
 
 

@@ -6,10 +6,11 @@ or in a table named after a command; the `config.toml` of a run is such a file.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from r3lite.core.config import ANY, Alias, Kind, Origin, Section, Trait, field_d
 from r3lite.core.errors import R3LiteError, UsageError, nearest
 from r3lite.core.files import read_text, shipped
 
+SHORT_HELP = 60  # lines at most of --help
 # Where to write, what to resume and when to leave belong to one start of a run.
 OF_ONE_START = ("output", "resume", "stop_after")
 
@@ -135,8 +137,57 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, code="toml-damaged")
 
 
-def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
-    """Returns the command line of a command, from its settings."""
+class _HelpAction(argparse.Action):
+    """Prints the help and exits: of the settings that most people set, or with `all` of all settings."""
+
+    def __init__(self, option_strings: list[str], dest: str, texts: Callable[[bool], str], **options: Any):
+        """`texts` returns the short help, or with True the help of all settings."""
+        super().__init__(option_strings, dest, nargs="?", metavar="all", **options)
+        self.texts = texts
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if values not in (None, "all"):
+            raise UsageError(f"--help is {values!r}; pass all, or nothing", code="unknown-choice")
+        print(self.texts(values == "all"), end="")
+        parser.exit()
+
+
+def help_text(command: str, default: Any, every: bool) -> str:
+    """Returns the help of every setting, or without `every` of those that most people set (Trait.BASIC).
+
+    The help of few settings is the same in both cases.
+    """
+    whole_text = build_parser(command, default).format_help()
+    if every or whole_text.count("\n") <= SHORT_HELP:
+        return whole_text
+    parser = _empty_parser(command, default)
+    parser.formatter_class = _ShortHelp
+    group = parser.add_argument_group("What most people set")
+    for section in sections(default).values():
+        section_class = type(section)
+        docs = field_docs(section_class)
+        for name, kind in kinds_of(section_class).items():
+            if Trait.BASIC in kind.traits:
+                plain_kind = dataclasses.replace(kind, traits=())
+                sentence = docs[name].partition(". ")[0]
+                _add_setting(group, name, plain_kind, value=getattr(section, name), help_text=sentence)
+    parser.epilog = f"--help all shows all {len(flat(default))} settings, by subject."
+    return parser.format_help()
+
+
+class _ShortHelp(argparse.RawDescriptionHelpFormatter):
+    """Gives the names of flags more room than argparse does, so that few of them need a line of their own."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=28)
+
+
+def _heading(section_class: type[Section]) -> str:
+    return inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
+
+
+def _empty_parser(command: str, default: Any) -> _Parser:
+    """Returns the command line of a command without its settings, which describes what the command does."""
     parser = _Parser(
         prog=f"python -m r3lite.{command}",
         usage=f"python -m r3lite.{command} [--setting VALUE ...]",
@@ -144,11 +195,19 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
+    return parser
+
+
+def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
+    """Returns the command line of a command, from its settings."""
+    parser = _empty_parser(command, default)
+    texts = functools.partial(help_text, command, default)
+    parser.add_argument("-h", "--help", action=_HelpAction, texts=texts, help="show this help; all: of every setting")
     for section in sections(default).values():
         section_class = type(section)
-        heading = inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
-        group = parser.add_argument_group(heading)
+        group = parser.add_argument_group(_heading(section_class))
         docs = field_docs(section_class)
         for name, kind in kinds_of(section_class).items():
             _add_setting(group, name, kind, value=getattr(section, name), help_text=docs[name])

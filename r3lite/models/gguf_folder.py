@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, reason
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
@@ -73,7 +73,9 @@ def of(path: Path) -> Path:
                 os.rename(temporary, folder)
     except OSError as error:
         raise R3LiteError(
-            f"{folder} cannot be written: {error}", "Check disk space and permissions.", code="gguf-cache-unwritable"
+            f"{folder} cannot be written: {reason(error)}",
+            "Check disk space and permissions.",
+            code="gguf-cache-unwritable",
         ) from error
     return folder
 

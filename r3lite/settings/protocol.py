@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import Bounds, Section
+from r3lite.core.config import Basic, Bounds, InputPath, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.needs import NeedsOthers
 from r3lite.settings.conditions import formats, has_steps, searches_by_graph, uses_format
@@ -27,14 +27,15 @@ class ProtocolSettings(Section):
         NeedsOthers("most_nodes most_node_words", "--format dag, or --search-graph", searches_by_graph),
     )
 
-    format: str = "r3"
-    """r3: numbered steps of analysis and query or answer (arXiv 2505.23794); tags: think, search and answer in tags, in
-    one assistant turn (arXiv 2503.09516); solution: reasoning and solution in tags, without search; dag: a plan of
-    searches as a graph, then its nodes (after arXiv 2506.08352); or your own format, FILE.toml (docs/formats.md)"""
-    init_prompt: str | None = None
+    format: Basic[str] = "r3"
+    """step format: r3, tags, solution, dag, or FILE.toml. r3: numbered steps of analysis and query or answer
+    (arXiv 2505.23794); tags: think, search and answer in tags, in one assistant turn (arXiv 2503.09516); solution:
+    reasoning and solution in tags, without search; dag: a plan of searches as a graph, then its nodes (after arXiv
+    2506.08352). Your own format: docs/formats.md"""
+    init_prompt: Annotated[str | None, InputPath()] = None
     """prompt file that starts an episode; must contain {question} [prompts/init_prompt.txt for r3,
     prompts/tags/graph/init_prompt.txt for --search-graph, else prompts/FORMAT/init_prompt.txt]"""
-    step_prompt: str | None = None
+    step_prompt: Annotated[str | None, InputPath()] = None
     """prompt file for the documents of a query, with {documents} [prompts/step_prompt.txt, or
     prompts/dag/step_prompt.txt] (r3, dag)"""
     worked_example: bool = True

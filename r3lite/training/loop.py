@@ -110,12 +110,12 @@ def train(
             interrupts.raise_pending()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with {run.resume_flags}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
         raise
     finally:
         log.close()
     if last < trainer.total:
-        print(f"stopped after step {last} of {trainer.total}; continue with {run.resume_flags}", file=sys.stderr)
+        print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
     run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, trainer.total)

@@ -189,7 +189,7 @@ class Oversight:
             _say(f"{problem}; {cause} and stops with the weights of {best}")
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
             remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
-            remedy += f"{self.run.resume_flags} --guard off."
+            remedy += f"{self.run.resume_command} --guard off."
             self.collapse = Collapse(f"{cause}: {alarm.message}", remedy, code="collapse")
             return True
         guard.rolled_back()

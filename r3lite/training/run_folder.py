@@ -134,6 +134,8 @@ class RunFolder:
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
             remedy = "Pass --resume auto to continue the run in it, or another --output."
+            if resume == "auto":
+                remedy = "It is not the folder of a run that can be continued: pass another --output."
             raise R3LiteError(
                 f"{self.output} exists and is not an empty folder: it holds {min(names)}",
                 remedy,
@@ -141,9 +143,13 @@ class RunFolder:
             )
 
     @property
-    def resume_flags(self) -> str:
-        """The flags with which a user goes on with this run."""
-        return f"--config {self.output / 'config.toml'} --resume auto"
+    def resume_command(self) -> str:
+        """The command with which a user goes on with this run."""
+        start = "torchrun ... -m" if self.ranks.size > 1 else "python -m"
+        config_file = str(self.output / CONFIG)
+        if " " in config_file:
+            config_file = f'"{config_file}"'
+        return f"{start} r3lite.{self.command} --config {config_file} --resume auto"
 
     def begin(self, state: TrainState) -> int:
         """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
