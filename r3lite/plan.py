@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from r3lite.core import command
 from r3lite.core.errors import UsageError
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 

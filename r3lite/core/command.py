@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+from r3lite.core import inherited
 from r3lite.core.command_names import DISTRIBUTED
 from r3lite.core.config import check_required, flat, sections
 from r3lite.core.environment import ignore_output, print_anything, spare_the_machine
@@ -32,8 +33,11 @@ def describe(config: Any, default: Any) -> str:
     lines = ["Differs from the defaults"]
     for name, value in flat(default).items():
         if values[name] != value:
-            origin = config.set_by_user.get(name)
-            source = origin.value if origin else "by the preset or another setting"
+            source = "by the preset or another setting"
+            if name in config.set_by_user:
+                source = config.set_by_user[name].value
+            elif name in config.inherited:
+                source = f"from {config.inherited[name]}"
             lines.append(f"  {name:<{width}}  {values[name]}  ({source})")
     lines += [f"missing: {missing.cause}" for missing in missing_inputs(config)]
     lines.append("")
@@ -132,6 +136,8 @@ class Command:
         check_required(config)
         if self.reads_inputs:
             check_inputs(config)
+        for line in inherited.told(config):
+            print(line, file=sys.stderr)
         signal.signal(signal.SIGTERM, terminate)
         self.work(config)
 

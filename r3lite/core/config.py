@@ -55,6 +55,8 @@ class Trait(enum.Enum):
 
     FREE = "a resumed run may change it, as it changes no number"
     BARE = "it may stand on the command line without its flag"
+    OF_INDEX = "unless it is set, it is that of the index"
+    OF_RUN = "unless it is set, it is that of the run that wrote the adapter"
     BASIC = "most people set it: it is in --help, and not only in --help all"
 
 
@@ -93,6 +95,8 @@ class Alias:
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
 Basic = Annotated[T, Trait.BASIC]
+OfIndex = Annotated[T, Trait.OF_INDEX]
+OfRun = Annotated[T, Trait.OF_RUN]
 MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
 Count = Annotated[int, Bounds(low=1, high=MOST)]
 Whole = Annotated[int, Bounds(low=0, high=MOST)]

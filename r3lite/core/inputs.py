@@ -36,12 +36,12 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
                 continue
             paths = [values[name]] if kind.count == 1 else values[name]
             for path in paths:
-                if not (_exists(path) or path_trait.named(path)):
+                if not (exists(path) or path_trait.named(path)):
                     cause = f"{flag(name)} {path}: no such {path_trait.noun}{_beside(path)}"
                     yield MissingInput(cause, path_trait.remedy)
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
     """Tells whether a path exists, from here or among what travels with r3lite, such as its prompts."""
     return Path(path).exists() or shipped(path).exists()
 

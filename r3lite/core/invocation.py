@@ -1,7 +1,8 @@
 """How a command line, a TOML file and a preset become the settings of one invocation.
 
-Later wins: default, preset, TOML file, command line. In a TOML file a key is at the top (for every command that has it)
-or in a table named after a command; the `config.toml` of a run is such a file.
+Later wins: default, preset, index and run of the adapter (inherited.py), TOML file, command line. In a TOML file a key
+is at the top (for every command that has it) or in a table named after a command; the `config.toml` of a run is such a
+file.
 """
 
 import argparse
@@ -9,15 +10,15 @@ import dataclasses
 import functools
 import inspect
 import json
-import tomllib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from r3lite.core.command_names import COMMANDS
 from r3lite.core.config import ANY, Alias, Kind, Origin, Section, Trait, field_docs, flag, flat, kinds_of, sections
-from r3lite.core.errors import R3LiteError, UsageError, nearest
-from r3lite.core.files import read_text, shipped
+from r3lite.core.errors import UsageError, nearest
+from r3lite.core.files import load_toml, shipped
+from r3lite.core.inherited import inherited_settings
 
 SHORT_HELP = 60  # lines at most of --help
 # Where to write, what to resume and when to leave belong to one start of a run.
@@ -61,16 +62,6 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
         }
         changes[section_name] = dataclasses.replace(section, **of_section)
     return dataclasses.replace(config, **changes)
-
-
-def load_toml(path: Path) -> dict[str, Any]:
-    """Returns the keys and tables of a TOML file."""
-    try:
-        return tomllib.loads(read_text(path, ""))
-    except R3LiteError as error:
-        raise UsageError(error.cause, code=error.code) from None
-    except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
-        raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +272,8 @@ def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any])
 def resolve(command: str, default: Any, argv: list[str], table: str | None = None) -> Any:
     """Returns the settings of one invocation, which remember in `set_by_user` what the user has set.
 
-    Later wins: the default, the preset, the TOML file, the command line. What a choice implies counts as the preset's.
-    `table` names a TOML file's table, by default the command's.
+    Later wins: the default, the preset, what the index and the adapter's run have, the TOML file, the command line.
+    What a choice implies counts as the preset's. `table` names a TOML file's table, by default the command's.
     """
     flags = _parse_flags(command, default, argv)
     defaults = flat(default)
@@ -303,10 +294,21 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
         preset = {name: value for name, value in preset.items() if not name.endswith("_prompt")}
     preset = _with_implied(default, preset, by_user)
 
+    def as_user_has_set(usual: Any) -> Any:
+        config = _with_source(usual, from_file.values, where=f"{path}: ")
+        return _with_source(config, flags | {"preset": preset_name}, where="")
+
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
-    config = _with_source(by_preset, from_file.values, where=f"{path}: ")
-    config = _with_source(config, flags | {"preset": preset_name}, where="")
-    return dataclasses.replace(config, set_by_user=_origins(by_preset, config, from_file, flags))
+    inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
+    usual = by_preset
+    places = {}
+    for name, setting in inherited.items():
+        with_setting = with_values(usual, {name: setting.value}, where=f"{setting.place}: ")
+        if with_setting != usual:
+            places[name] = setting.place
+        usual = with_setting
+    config = as_user_has_set(usual)
+    return dataclasses.replace(config, set_by_user=_origins(usual, config, from_file, flags), inherited=places)
 
 
 def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:

@@ -69,8 +69,8 @@ class Engine:
     ) -> list[Sequence]:
         """Samples one episode per question, each from the random stream of its own seed.
 
-        Questions may repeat, with different seeds. `progress` is the name of the work where it is shown. `listeners`, one
-        per question, are called while the episodes are sampled.
+        Questions may repeat, with different seeds. `progress` is the name of the work, under which it is shown.
+        `listeners`, one per question, are called while the episodes are sampled.
         """
         sequences = []
         for place, (question, seed) in enumerate(zip(questions, seeds, strict=True)):

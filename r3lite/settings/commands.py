@@ -11,6 +11,7 @@ from r3lite.core.config import (
     Count,
     Fraction,
     InputPath,
+    OfRun,
     Required,
     Section,
     Tokens,
@@ -316,7 +317,7 @@ class ExportSettings(Section):
         Needs("push_as yes", "--push", lambda s: s.push),
     )
 
-    model: Basic[str] = "Qwen/Qwen2.5-0.5B-Instruct"
+    model: Basic[OfRun[str]] = "Qwen/Qwen2.5-0.5B-Instruct"
     """base model: folder, GGUF file, hub id, or tiny"""
     adapter: Basic[Annotated[str | None, ADAPTER]] = None
     """LoRA adapter to merge into the base: a run folder or its adapter/; without it, the base is exported"""
@@ -422,6 +423,8 @@ class DoctorSettings(Section):
     """device to check; auto: cuda if available, else mps, else cpu"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision to check; auto: bf16 if the device supports it, else fp16 (on a CPU fp32)"""
+    clear_cache: bool = False
+    """instead of the checks, delete what r3lite has cached in ~/.cache/r3lite: NF4 weights, web results and the like"""
 
 
 class QuickstartSettings(Section):

@@ -46,6 +46,8 @@ class CommandConfig(Frozen):
     common: Common = Common()
     # Where each setting stood that the user has set to something else than the preset; `resolve` fills it.
     set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
+    # Where each setting comes from that was taken from an index or a run (core/inherited.py).
+    inherited: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
 
     def check_settings(self, command: str) -> None:
         """Raises UsageError if settings contradict each other, or if one that the user has set would have no effect.

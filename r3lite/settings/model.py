@@ -2,6 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
+from r3lite.core.cache import CACHE
 from r3lite.core.config import (
     ANY,
     Alias,
@@ -11,6 +12,7 @@ from r3lite.core.config import (
     Fraction,
     Free,
     InputPath,
+    OfRun,
     Positive,
     Section,
     Whole,
@@ -28,7 +30,7 @@ class ModelSettings(Section):
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
     needs: ClassVar = (NeedsOthers("compile", "a run without --no-lora", tunes_adapter),)
 
-    model: Basic[str] = "Qwen/Qwen2.5-0.5B-Instruct"
+    model: Basic[OfRun[str]] = "Qwen/Qwen2.5-0.5B-Instruct"
     """folder, hub id, GGUF file, or tiny. GGUF needs the extra gguf; tiny is the model that comes with r3lite"""
     adapter: Basic[Annotated[str | None, ADAPTER]] = None
     """LoRA adapter: a run folder or its adapter/"""
@@ -37,7 +39,7 @@ class ModelSettings(Section):
     fp32)"""
     device: Basic[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
     """auto: cuda if available, else mps, else cpu"""
-    thinking: Literal["auto", "on", "off"] = "auto"
+    thinking: OfRun[Literal["auto", "on", "off"]] = "auto"
     """let the model write a thought in <think> before each turn, if its chat template has a switch for it (Qwen3);
     auto: off. Thoughts count towards --max-new-tokens and are not part of a step"""
     compile: bool = False
@@ -98,8 +100,9 @@ class MemorySettings(Section):
     """maximum memory, such as 4GiB or 1300MiB. Default: 4GiB, or less if less is free on the device"""
     quantize: Basic[Free[Literal["auto", "none", "nf4"]]] = "auto"
     """4-bit base; auto: if it does not fit without. This is QLoRA (arXiv 2305.14314)"""
-    nf4_cache: Free[str | None] = "~/.cache/r3lite"
-    """folder that caches NF4 weights for the next start; none: quantize at every start"""
+    nf4_cache: Free[str | None] = CACHE
+    """folder that caches NF4 weights for the next start; none: quantize at every start. `doctor --clear-cache` empties
+    it"""
     recompute_layers: Whole | None = None
     """layers whose activations are recomputed in the backward pass: less memory, but up to a third more time"""
     micro_batch_tokens: Count | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Basic, Bounds, Fraction, InputPath, Section
+from r3lite.core.config import Basic, Bounds, Fraction, InputPath, OfIndex, OfRun, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import SERVICES, check_address, collection_server
@@ -44,7 +44,7 @@ class EncoderSettings(Section):
         ),
     )
 
-    encoder: Basic[str] = "intfloat/e5-base-v2"
+    encoder: Basic[OfIndex[str]] = "intfloat/e5-base-v2"
     """text encoder: folder, hub id, or hashing. BERT, RoBERTa and XLM-R are built in; other
     sentence-transformers models need the extra encoders; hashing is TF-IDF on hashed words"""
     encoder_style: Literal["auto", "own", "e5", "e5-instruct", "plain"] = "auto"
@@ -108,7 +108,7 @@ class RetrievalSettings(EncoderSettings):
     --data"""
     index: Basic[Annotated[str | None, InputPath("folder")]] = None
     """index folder built by `python -m r3lite.index`"""
-    top_k: Basic[Annotated[int, Bounds(low=1, high=1000)]] = 5
+    top_k: Basic[OfRun[Annotated[int, Bounds(low=1, high=1000)]]] = 5
     """passages per query. golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
     """how to fuse the first 100 of both rankings; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""

@@ -61,7 +61,7 @@ def train(
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
-    log = _open_log(run, done, trainer.total)
+    log = _open_log(run, done, trainer.total, metrics.memory_of(state.precision.device))
     span_log = open_span_log(
         spans,
         tracking=run.config.tracking,
@@ -122,7 +122,7 @@ def train(
     return True
 
 
-def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | metrics.NoLog:
+def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.MetricsLog | metrics.NoLog:
     """The log of the run's first rank, and its tracker; the other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
@@ -142,6 +142,7 @@ def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | met
         total=total,
         label=run.command,
         tracker=tracker,
+        memory_of=memory_of,
     )
 
 
