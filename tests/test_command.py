@@ -147,6 +147,10 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     assert f"r3lite.sft stopped: --adapter runs/stf: no such run ({nearest})\n" in told
     assert "Pass a run folder" in told
     assert run(lambda config: None, "--data", "train.jsonl", "--adapter", "runs/sft") == 0
+    serve = command.Command("serve", CONFIGS["serve"][0], lambda config: None)
+    assert serve(["--adapters", "runs/sft,rl=runs/sft,base"]) == 0
+    assert serve(["--adapters", "runs/sft,rl=runs/rl"]) == 1
+    assert "--adapters runs/rl: no such run" in capsys.readouterr().err
     assert run(lambda config: None, "--data", "trian.jsonl", "--dry-run") == 0
     assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
 

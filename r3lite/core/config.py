@@ -76,13 +76,15 @@ def never(text: str) -> bool:
 class InputPath:
     """The setting names files or folders that are read, each called `noun` in an error.
 
-    `named` tells of a value that it is something else, such as a data set of the hub. With a `remedy`, which says what
-    to pass, a missing one is an error before the work begins; else a dry run tells it, and otherwise the work.
+    `named` tells of a value that it is something else, such as a data set of the hub. Of NAME=PATH the path counts if
+    `has_names`. With a `remedy`, which says what to pass, a missing one is an error before the work begins; else a dry
+    run tells it, and otherwise the work.
     """
 
     noun: str = "file"
     remedy: str = ""
     named: Callable[[str], bool] = never
+    has_names: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
             origin = config.set_by_user.get(name, Origin.SHARED)
             if path_trait is None or values[name] is None or origin is Origin.SHARED:
                 continue
-            paths = [values[name]] if kind.count == 1 else values[name]
-            for path in paths:
+            entries = [values[name]] if kind.count == 1 else values[name]
+            for entry in entries:
+                path = entry.rpartition("=")[2] if path_trait.has_names else entry
                 if not (exists(path) or path_trait.named(path)):
                     cause = f"{flag(name)} {path}: no such {path_trait.noun}{_beside(path)}"
                     yield MissingInput(cause, path_trait.remedy)

@@ -1,11 +1,15 @@
 """Settings of the server: where it listens, which adapter answers in which mode, and what nobody may exceed."""
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Basic, Bounds, Count, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import searches
+from r3lite.settings.model import ADAPTER
+
+ADAPTERS = replace(ADAPTER, named=lambda entry: entry == "base", has_names=True)  # `base` is the bare model
 
 
 class ListenSettings(Section):
@@ -47,7 +51,7 @@ class ModeSettings(Section):
         Needs("memory_modes conversations memory_kib", "--memory-turns above 0", lambda s: s.memory_turns),
     )
 
-    adapters: Basic[tuple[str, ...] | None] = None
+    adapters: Basic[Annotated[tuple[str, ...] | None, ADAPTERS]] = None
     """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name. `base` is the bare model"""
     chat_adapter: str | None = None
     """name of the adapter for Fast Chat (an immediate answer); default: sft if there is one, else the first"""
