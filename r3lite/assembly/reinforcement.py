@@ -220,7 +220,7 @@ def read_questions(config: PpoConfig) -> list[Question]:
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:
     """Returns the setup of the retriever, for the questions whose protocols search; for all if none does."""
     protocols = protocols_of(config.protocol, config.mixture)
-    searching = [question for question in questions if protocols[question.source].searches]
+    searching = [question for question in questions if protocols[question.source].can_search]
     return Setup(
         config.retrieval,
         searching or questions,
@@ -261,7 +261,7 @@ def check_searches(config: PpoConfig) -> None:
             f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}",
             code="searches-beyond-hops",
         )
-    if any(protocol.searches for protocol in protocols_in_use):
+    if any(protocol.can_search for protocol in protocols_in_use):
         return
     searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:

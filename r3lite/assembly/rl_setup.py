@@ -286,7 +286,7 @@ def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
     """Returns the limits of episodes of these protocols: without a search among them there are no retrievals."""
-    if any(protocol.searches for protocol in protocols.values()):
+    if any(protocol.can_search for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)
 

@@ -85,7 +85,7 @@ class SFTTrainer:
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
-                shares = self.policy.grant.attempt("update", self.add_gradients, rows)
+                shares = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()
         losses = sum_by_name(self.ranks.gather(shares))
         record = means_by_source("loss", losses, count_loss_tokens(rows))
@@ -102,9 +102,9 @@ class SFTTrainer:
         if self.ranks.size == 1:  # otherwise each rank takes its share of all the longest rows
             rows = max(self.micro_batches(rows), key=count_tokens)
         self.policy.model.train()
-        full = self.policy.full
+        full = self.policy.full_tuning
         with self.policy.grant.rehearsal(), full.rehearsal() if full else nullcontext():
-            self.policy.grant.attempt("update", self.add_gradients, rows)
+            self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over a step's rows; returns the share of each source in that mean.
@@ -113,7 +113,7 @@ class SFTTrainer:
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
-        if self.policy.full and len(micro_batches) > 1:  # each pass changes the weights
+        if self.policy.full_tuning and len(micro_batches) > 1:  # each pass changes the weights
             passes = len(micro_batches)
             cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
             raise R3LiteError(
@@ -133,8 +133,8 @@ class SFTTrainer:
         """Adds the gradients of a loss, or with all weights trained takes the update as well."""
         try:
             self.policy.precision.backward(loss)
-            if self.policy.full:
-                self.policy.full.finish()
+            if self.policy.full_tuning:
+                self.policy.full_tuning.apply_last()
         except torch.OutOfMemoryError as error:
             if not self.policy.precision.changed_weights:
                 raise  # it can be tried again
@@ -150,8 +150,8 @@ class SFTTrainer:
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad = None
-            if self.policy.full and torch.is_grad_enabled():
-                head_grad = self.policy.full.head_gradient()[: self.vocabulary]
+            if self.policy.full_tuning and torch.is_grad_enabled():
+                head_grad = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
                 hidden,
                 head_weight=model.head_weight[: self.vocabulary],  # [V, C]
@@ -180,7 +180,7 @@ class SFTTrainer:
 
     def validation_losses(self) -> dict[str, float]:
         """Returns the mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
-        sums = sum_by_name(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
+        sums = sum_by_name(self.ranks.gather(self.policy.grant.run_within_memory("update", self.held_out_losses)))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
         shares = {source: loss / total for source, loss in sums.items()}

@@ -161,7 +161,7 @@ def demonstration(question: Question, documents: Sequence[Sequence[Document]], p
     """Returns the steps that demonstrate a question in a protocol; `documents[k]` are those of hop k."""
     if protocol.plans:
         return planned(question, documents)
-    if not protocol.searches:
+    if not protocol.can_search:
         return without_search(question)
     return verified(question, steps(question, documents, protocol.most_queries), protocol)
 

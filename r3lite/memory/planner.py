@@ -137,7 +137,7 @@ def _adapter_tensors(w: Workload) -> list[int]:
 
 def _moment_bytes(w: Workload) -> int:
     """Returns the bytes of the two moments of each trained weight, and of AdamW's count of steps."""
-    if w.full:
+    if w.full_tuning:
         of_layers, of_others = sizes(w.model)
         return sum(2 * _moment8(count) + GRAIN for count in of_layers + of_others)
     return w.model.num_hidden_layers * sum(2 * size + GRAIN for size in _adapter_tensors(w))
@@ -477,7 +477,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     of_layer = b.tokens * _activation_bytes(w) + b.layer_input + b.repeated + b.joined
     kept_layers = {"kept layers": (layers - b.recomputed) * of_layer}
     accumulated = b.accumulated
-    if w.full:
+    if w.full_tuning:
         accumulated = rounded(m.vocab_size * m.hidden_size * 4)  # of the head, in fp32
         yield inputs | {"optimizer's tile": TILE8, "gradients": accumulated}
     # The loss: all layers are done, the chunk's logits are there.
@@ -493,7 +493,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if not b.recomputed:
         return
     live = _live_bytes_of_recomputed(w, memory, b)
-    if w.full:
+    if w.full_tuning:
         accumulated += sum(sizes(m)[0]) // layers * w.element
     # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
     for layer in (b.recomputed, 1):
