@@ -57,7 +57,7 @@ def train(
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.begin(state)
+    done = run.begin(state)  # steps that the checkpoint has, from which the run goes on
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
@@ -97,7 +97,7 @@ def train(
                     except NotFinite as error:
                         if not oversight.can_go_back:
                             raise
-                        record = {"step": number}
+                        record = {"step": number}  # a step that failed has no metrics
                         failure = error
                     further_metrics, must_save = oversight.after(number, record, failure)
                     log.write(record | further_metrics)
