@@ -25,9 +25,9 @@ def rewards(tmp_path, monkeypatch):
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n", encoding="utf-8")
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
 
-    def paid(episode, *_) -> reward.Scored:
+    def paid(episode, *_) -> reward.EpisodeReward:
         right = float(episode.finish != "cut_off" and all("cut_off" not in step.faults for step in episode.steps))
-        return reward.Scored([right] + [0.0] * (len(episode.steps) - 1), {"em": right, "outcome": right})
+        return reward.EpisodeReward([right] + [0.0] * (len(episode.steps) - 1), {"em": right, "outcome": right})
 
     monkeypatch.setattr(reward, "score", paid)
     traces = [{"question": q["question"], "reasoning": "I know.", "answer": "there"} for q in questions]
