@@ -35,7 +35,6 @@ QWEN3_SIZES = {
 }
 LLAMA32_SIZES = {"1B": (128_256, 2048, 8192, 16, 32, 8), "3B": (128_256, 3072, 8192, 28, 24, 8)}
 SMOLLM2_SIZES = {"135M": (49_152, 576, 1536, 30, 9, 3), "360M": (49_152, 960, 2560, 32, 15, 5)}
-GRANITE_SIZES = {"1b": (100_352, 2048, 4096, 40, 16, 4), "micro": (100_352, 2560, 8192, 40, 40, 8)}
 # By name: ids of the tokenizer, what the family computes, the longest text, and sizes.
 _FAMILIES = {
     "Qwen/Qwen2.5-{}-Instruct": (QWEN_TOKENS, {}, 32_768, QWEN25_SIZES),
@@ -49,7 +48,7 @@ _FAMILIES = {
         32_768, LLAMA | UNTIED, 32_768, {"7B": (32_768, 4096, 14_336, 32, 32, 8)},
     ),
     "ibm-granite/granite-4.0-{}m": (100_352, GRANITE, 32_768, {"350": (100_352, 1024, 2048, 28, 16, 4)}),
-    "ibm-granite/granite-4.0-{}": (100_352, GRANITE, 131_072, GRANITE_SIZES),
+    "ibm-granite/granite-4.0-{}b": (100_352, GRANITE, 131_072, {"1": (100_352, 2048, 4096, 40, 16, 4)}),
     "HuggingFaceTB/SmolLM3-{}": (128_256, LLAMA, 65_536, {"3B": (128_256, 2048, 11_008, 36, 16, 4)}),
     "google/gemma-3-{}m-it": (262_144, gemma(18), 32_768, {"270": (262_144, 640, 2048, 18, 4, 1)}),
     "google/gemma-3-{}b-it": (262_144, gemma(26), 32_768, {"1": (262_144, 1152, 6912, 26, 4, 1)}),
