@@ -129,6 +129,7 @@ def requests(draw: st.DrawFn) -> Example:
     if "end" in odd:
         end = draw(st.sampled_from(ENDS))
         names.append(f"line end {end!r}")
+        may_answer = may_answer or end == ENDS[-1]  # the head is over after its first line
     first = " ".join((method, target, version)).encode()
     head = [first, host, b"Content-Type: application/json", b"Content-Length: " + size.encode(), *lines]
     if version == "HTTP/1.1":
