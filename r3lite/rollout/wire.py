@@ -187,7 +187,7 @@ def sequence_from_json(
     """Returns a finished sequence, which no critic has seen.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step ends at a token that was sampled,
-    and the last one at the end: rewards belong to these tokens.
+    and the last one at the end: rewards belong to these tokens. The last step alone has an answer, if there is one.
     """
     tokens = whole_numbers(record, "tokens", limits.vocabulary)
     if len(tokens) > limits.max_length:
@@ -206,13 +206,17 @@ def sequence_from_json(
     complete = step_ends[-1:] == [len(tokens) - 1]
     if not ascending or not complete or not all(action_mask[end] for end in step_ends):
         raise record.error(f"{record.path}step_ends are not the ends of turns that were sampled")
+    finish = record.choice("finish", (ANSWERED, CUT_OFF, MALFORMED))
+    has_answer = [step.answer is not None for step in steps]
+    if any(has_answer[:-1]) or has_answer[-1] != (finish == ANSWERED):
+        raise record.error(f"{record.path}finish is {finish}, which does not fit the answers of the steps")
     return Sequence(
         question,
         tokens=tokens,
         action_mask=action_mask,
         steps=steps,
         step_ends=step_ends,
-        finish=record.choice("finish", (ANSWERED, CUT_OFF, MALFORMED)),
+        finish=finish,
         failure=record.text("failure", None),
         stream=random.Random(0),
         logprobs=logprobs,

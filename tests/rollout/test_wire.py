@@ -74,6 +74,9 @@ WRONG = {
     "no steps": {"step_ends": [], "steps": []},
     "a step end beyond the tokens": {"step_ends": [3, 6]},
     "an unknown finish": {"finish": "won"},
+    "an answer of an episode that was cut off": {"finish": "cut_off"},
+    "an end with an answer that is not there": {"steps": [SEARCH, SEARCH]},
+    "an answer before the last step": {"steps": [ANSWER, ANSWER]},
 }
 
 
