@@ -18,6 +18,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.core.files import PART, move
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.models import lora
+from r3lite.protocols.chat_template import ROLES
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence
 
@@ -145,7 +146,9 @@ def _question_from_json(record: Record) -> Question:
     gold = _documents(record, "gold")
     earlier = []
     for message in record.records("earlier"):
-        earlier.append({key: message.text(key, blank=True) for key in ("role", "content")})
+        role = message.choice("role", ROLES)
+        content = message.text("content", blank=True)
+        earlier.append({"role": role, "content": content})
     return Question(
         source=record.text("source", blank=True),
         procedure=record.text("procedure", blank=True),
