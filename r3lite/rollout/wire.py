@@ -18,8 +18,8 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.core.files import PART, move
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.models import lora
-from r3lite.protocols.chat_template import ROLES
 from r3lite.protocols.layout import Layout
+from r3lite.protocols.tokenizer import ROLES
 from r3lite.rollout.sequence import Sequence
 
 # Log-probabilities: fp32 holds none below, and rounding takes none further above 0.
