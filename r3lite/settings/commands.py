@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
+from r3lite.settings.conditions import follows_sub_questions, is_gold, tunes_adapter
 from r3lite.settings.protocol import Format
 from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
@@ -73,8 +73,8 @@ class CollectSettings(Section):
         Needs("baseline", "--source gold", lambda s: s.source == "gold"),
         NeedsOthers(
             "demonstrations",
-            "--source gold without --baseline, and a --format other than dag and solution",
-            lambda s: s.source == "gold" and s.baseline == "none" and s.format not in ("dag", "solution"),
+            "--source gold or documents without --baseline, and a --format other than dag and solution",
+            lambda s: is_gold(s) and s.format not in ("dag", "solution"),
         ),
         NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
         NeedsOthers(
@@ -83,12 +83,14 @@ class CollectSettings(Section):
             lambda s: s.source == "teacher" or follows_sub_questions(s),
         ),
         Needs("attempts", "--source teacher", lambda s: s.source == "teacher"),
-        Needs("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
+        Needs("min_f1", "--source teacher or self", lambda s: s.source in ("teacher", "self")),
         Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
+        Needs("test_share", "--source documents", lambda s: s.source == "documents"),
     )
 
-    source: Literal["gold", "teacher", "self"] = "gold"
-    """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
+    source: Literal["gold", "documents", "teacher", "self"] = "gold"
+    """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; documents: the same, of
+    questions that are made from --index or --corpus without a model, and written beside --output; teacher: sampled from
     --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed trajectories, and
     continue an earlier run with the same settings and --output"""
     baseline: Literal["none", "rag"] = "none"
@@ -111,6 +113,8 @@ class CollectSettings(Section):
     """episodes sampled per question"""
     keep: Annotated[int, Bounds(low=1, high=1024)] = 2
     """maximum trajectories kept per question: the shortest with different queries"""
+    test_share: Fraction = 0.2
+    """share of the documents whose questions are only written to the file for testing (documents)"""
 
 
 class TeacherCacheSettings(Section):
@@ -212,6 +216,14 @@ class TuningSettings(Section):
     """maximum questions of --data, sampled anew in each round, to find failures of each prompt of the beam"""
     shown_failures: Few = 4
     """failed episodes (a wrong answer or none) shown in one critique"""
+
+
+class AnswerSettings(Section):
+    """Answers."""
+
+    steps: Literal["auto", "on", "off"] = "auto"
+    """on: answer in steps of --format; off: by plain RAG, that is one search for the question and a short answer in an
+    ordinary chat, as `evaluate --baseline rag` does; auto: in steps if r3lite has trained the model or its adapter"""
 
 
 class AskSettings(Section):

@@ -3,10 +3,11 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from r3lite.core.config import MOST, Count, Required, Section
 from r3lite.core.errors import UsageError, nearest
+from r3lite.core.needs import NeedsOthers
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
@@ -40,6 +41,18 @@ class NewQuestionSettings(QuestionSettings):
     exclude: tuple[str, ...] | None = None
     """comma-separated files whose questions are left out, matched by id and by text: those to evaluate on, and those
     that the adapter was trained on, whose answers it may have memorized"""
+
+
+class CollectDataSettings(NewQuestionSettings):
+    """Data."""
+
+    needs: ClassVar = (
+        NeedsOthers("data exclude", "a --source other than documents", lambda s: s.source != "documents"),
+    )
+
+    data: str | None = None
+    """question file in any supported format; hotpotqa, 2wiki or musique followed by ,train or ,validation; or
+    name,subset,split of a data set on the hub"""
 
 
 class TrajectorySettings(DataSettings):
