@@ -43,8 +43,11 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
     answering.warm_up()
     modes = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
     print(f"serving {modes}\n{url_of(listening)}  (Ctrl-C stops)", flush=True)
-    for note in answering.notes.values():
-        print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
+    for mode, note in answering.notes.items():
+        advice = "to chat, add base to --adapters and pass --chat-adapter base"
+        if mode == "search":
+            advice = "for steps, pass --adapter RUN, or --steps on"
+        print(f"{note}; {advice}", flush=True)
     desk = Desk(AnsweringThread(answering), config.limits, config.modes, time.monotonic)
     settings = uvicorn.Config(
         app.build_app(desk, config.server, config.limits, token),

@@ -79,10 +79,15 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
             "status": "ok",
             "modes": desk.modes,
             "notes": desk.worker.answering.notes,
+            "missing": desk.worker.answering.missing,
             "adapters": desk.adapters,
             "needs_token": token is not None,
             "requests": {"active": active, "free": limits.max_requests - active},
         }
+
+    @app.get("/api/about")
+    async def about() -> dict[str, Any]:
+        return desk.worker.answering.about  # not in the health, which needs no token
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:

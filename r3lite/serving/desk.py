@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Ask, Message, Refusal, ServedAnswer
+from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.routing import route
 from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
@@ -144,7 +144,7 @@ class Desk:
         if mode == AUTO:
             mode = route(text, self.modes)
         if mode not in self.modes:
-            problem = "This server cannot search" if mode in MODES else f"Unknown mode {mode[:40]!r}"
+            problem = self.worker.answering.missing.get(mode) or f"Unknown mode {mode[:40]!r}"
             raise Refusal(400, "unknown_mode", f"{problem}; choose from {', '.join((*self.modes, AUTO))}.")
         if adapter is not None and adapter not in self.adapters:
             names = ", ".join(self.adapters)

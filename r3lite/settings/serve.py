@@ -60,6 +60,9 @@ class ModeSettings(Section):
     chat_style: Literal["auto", "plain", "answer"] = "auto"
     """plain: chat without the step format; answer: the final answer of a step, without the steps before it; auto: plain
     for the base model, answer for adapters, which were trained on the format"""
+    examples: str | None = None
+    """question file whose first questions the page offers as examples; default: that of the adapter's run, if it is
+    still there"""
     memory_turns: Whole = 10
     """earlier questions of a conversation, with their answers, given to the model with the next question"""
     memory_modes: tuple[Literal["chat", "reasoning", "search"], ...] = ("chat",)
