@@ -29,7 +29,7 @@ SCRIPT = {
     "Where does Ada live?": [QUERY, ANSWER],
     "Who is Bob?": ["Step 1:\nThe problem analysis: I know.\nThe final answer: a friend"],
     "What is this?": ["I do not know."],
-    "Plain?": ["Oslo\nIt is a town.", "Oslo\nIt is a town."],  # the second if a search is its first step
+    "Is Ada old?": ["Oslo\nIt is a town.", "Oslo\nIt is a town."],  # the second if a search is its first step
 }
 
 
@@ -83,19 +83,20 @@ def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, 
         prompts.append(layout.tokenizer.decode(transcript.tokens))
 
     monkeypatch.setattr(Layout, "splice", splice)
-    row = {"name": "N", "description": "d", "trigger": "plain", "steps": [{"action": "Think"}]}
+    row = {"name": "N", "description": "d", "trigger": "old", "steps": [{"action": "Think"}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
     auto = [*arguments[:-2], "--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers"]
-    shown = told(capsys, ["Plain?", *auto])
+    shown = told(capsys, ["Is Ada old?", *auto])
     assert "this is plain RAG" in shown.err and "Pass --adapter RUN" in shown.err
     lines = shown.out.splitlines()
-    assert lines[:3] == ["Procedure: N. d", "1. Think", ""] and lines[4].startswith("  [d-Ada] Ada: ")
+    assert lines[:3] == ["Procedure: N. d", "1. Think", ""]
+    assert sum(line.startswith(("  [d-Ada] Ada: ", "  [d-Bob] Bob: ")) for line in lines) == 2
     assert lines[-2:] == ["answer: Oslo", ""]
     (prompt,) = prompts
     assert "Use the documents." in prompt and "Step 1" not in prompt
-    assert prompt.index("Procedure: N. d") < prompt.index("[1] Ada: ") < prompt.index("Question: Plain?")
+    assert prompt.index("Procedure: N. d") < prompt.index("[1] ") < prompt.index("Question: Is Ada old?")
     without = [word for word in arguments[:-2] if word not in ("--corpus", arguments[3])]
-    shown = told(capsys, ["Plain?", *without, "--retriever", "none"])
+    shown = told(capsys, ["Is Ada old?", *without, "--retriever", "none"])
     assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n\n")
 
 

@@ -24,6 +24,7 @@ from tests.errors import raises
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
 ROOT = Path(__file__).parent.parent
+EXAMPLES = str(shipped("data", "world", "test.jsonl"))
 QUESTIONS = [row.text("question") for _, row in zip(range(16), read_jsonl(shipped("data", "world", "test.jsonl")))]
 
 
@@ -47,7 +48,19 @@ def adapters(tmp_path_factory):
 def arguments(adapters):
     corpus = str(shipped("data", "world", "corpus.jsonl"))
     small = ["--dtype", "fp32", "--max-new-tokens", "24", "--max-hops", "2"]
-    return ["--preset", "tiny", *small, "--corpus", corpus, "--adapters", adapters, "--port", "0"]
+    return [
+        "--preset",
+        "tiny",
+        *small,
+        "--corpus",
+        corpus,
+        "--adapters",
+        adapters,
+        "--port",
+        "0",
+        "--examples",
+        EXAMPLES,
+    ]
 
 
 def started(arguments):
@@ -77,6 +90,11 @@ def test_fast_chat_by_an_adapter_that_learned_steps_says_so(server):
     with urllib.request.urlopen(f"{server}/api/health", timeout=5) as reply:
         health = json.load(reply)
     assert health["notes"]["chat"].startswith("The adapter sft is trained on steps, not on chat")
+    assert health["notes"]["reasoning"].startswith("The adapter rl has learned to search")
+    with urllib.request.urlopen(f"{server}/api/about", timeout=5) as reply:
+        about = json.load(reply)
+    served = {"model": "tiny", "adapters": ["sft", "rl"], "documents": "corpus.jsonl", "examples": QUESTIONS[:3]}
+    assert about == served
 
 
 def test_sixteen_at_once_get_what_each_gets_alone(server):

@@ -27,6 +27,7 @@ from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.retrieval.procedures import Finder
+from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
@@ -178,8 +179,8 @@ class LiveAnswers:
         protocol = build_protocol(config.protocol)
         folders = adapters_of(config)
         plan = plan_lanes(config)
-        searches = protocol.searches and config.retrieval.retriever != "none"
-        self.modes = modes_of(config, folders, searches)
+        self.searches = protocol.searches and config.retrieval.retriever != "none"
+        self.modes = modes_of(config, folders, self.searches)
         self.in_steps = adapters_in_steps(config, folders)
         self.adapters = list(folders)
         folder = weights.resolve_folder(config.model.model)
@@ -200,7 +201,7 @@ class LiveAnswers:
             layouts=self.layouts,
         )
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
-        documents = name_of_documents(config) if searches else None
+        documents = name_of_documents(config) if self.searches else None
         self.about = {
             "model": Path(config.model.model).name,
             "adapters": [name for name in folders if name != BASE],
@@ -236,7 +237,16 @@ class LiveAnswers:
             tell=tell,
         )
         sequence.listener = Listener(growing.hear, growing.look)
+        if sequence.pending:
+            self._search_first(sequence, layout)
         return growing
+
+    def _search_first(self, sequence: Visitor, layout: Layout) -> None:
+        """Retrieves what a layout searches before the model's first turn, and appends the documents."""
+        with contextlib.closing(Fetcher(self.retrieve)) as fetcher:
+            ((_, documents),) = fetcher.fetch([sequence])
+        layout.splice(sequence, documents)
+        sequence.listener.step(sequence)
 
     def warm_up(self) -> None:
         """Answers a question in each row, each a token shorter, so that products of every size are met before someone
@@ -289,6 +299,9 @@ class LiveAnswers:
         adapter = self.modes["chat"]
         if self._layout(Ask("", "chat", adapter)) != PLAIN:
             notes["chat"] = f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"
+        adapter = self.modes.get("reasoning")
+        if adapter and self.searches and "reasoning" not in self.config.modes.retrieving_modes:
+            notes["reasoning"] = f"The adapter {adapter} has learned to search: without documents it guesses"
         adapter = self.modes.get("search")
         if adapter and adapter not in self.in_steps:
             notes["search"] = "Plain RAG: one search and a short answer, as the model is not trained on steps"

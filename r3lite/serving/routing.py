@@ -37,7 +37,7 @@ def route(text: str, modes: Collection[str]) -> str:
         return "chat"
     order = ["chat"]
     if REASONING.search(text):
-        order = ["reasoning", "chat"]
+        order = ["reasoning", "search", "chat"]
     elif QUESTION.search(text):
         order = ["search", "reasoning", "chat"]
     return next(mode for mode in order if mode in modes)
