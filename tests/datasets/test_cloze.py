@@ -13,7 +13,7 @@ from r3lite.core.files import shipped
 from r3lite.datasets.cloze import ClozeMaker, make_questions, names, sentences, spans, split
 from r3lite.datasets.qa import read_questions
 from r3lite.retrieval.corpus import read_corpus
-from tests.collecting import lines, read_rows
+from tests.collecting import lines, read_rows, write
 from tests.errors import raises
 
 HARBOUR = "Silent Harbour is a novel by Marta Lindqvist from 1987. It has 412 pages of prose."
@@ -100,9 +100,10 @@ def test_passages_without_names_and_numbers_are_refused():
 
 
 def gather(output: Path, *arguments: str) -> int:
-    corpus = str(shipped("data", "world", "corpus.jsonl"))
+    corpus = output.with_name("corpus.txt")
+    write(corpus, [passage.to_json() for passage in read_corpus(shipped("data", "world", "corpus.jsonl"))[-200:]])
     fixed = ["--source", "documents", "--encoder", "hashing", "--top-k", "3", "--limit", "40"]
-    return collect.main([*fixed, "--corpus", corpus, "--output", str(output), *arguments])
+    return collect.main([*fixed, "--corpus", str(corpus), "--output", str(output), *arguments])
 
 
 def test_one_command_makes_questions_and_their_demonstrations(tmp_path, capsys):
