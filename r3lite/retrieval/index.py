@@ -28,6 +28,7 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
+from r3lite.core.bars import TimedLines
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
@@ -126,8 +127,9 @@ def encoded(
     Raises R3LiteError if one is not finite.
     """
     with tqdm(total=len(documents), initial=start, desc="encoding passages", unit="", disable=None) as bar:
+        lines = TimedLines(bar, "encoding", "passages")
         for i in range(start, len(documents), BLOCK):
-            vectors = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
+            vectors = encoder.encode_passages(documents[i : i + BLOCK], lines.update)
             if not np.isfinite(vectors).all():
                 cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
                 raise R3LiteError(

@@ -61,7 +61,7 @@ def train(
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
-    log = _open_log(run, done, trainer.total)
+    log = _open_log(run, done, trainer.total, metrics.memory_of(state.precision.device))
     span_log = open_span_log(
         spans,
         tracking=run.config.tracking,
@@ -110,19 +110,19 @@ def train(
             interrupts.raise_pending()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with {run.resume_flags}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
         raise
     finally:
         log.close()
     if last < trainer.total:
-        print(f"stopped after step {last} of {trainer.total}; continue with {run.resume_flags}", file=sys.stderr)
+        print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
     run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, trainer.total)
     return True
 
 
-def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | metrics.NoLog:
+def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.MetricsLog | metrics.NoLog:
     """The log of the run's first rank, and its tracker; the other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
@@ -142,6 +142,7 @@ def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | met
         total=total,
         label=run.command,
         tracker=tracker,
+        memory_of=memory_of,
     )
 
 

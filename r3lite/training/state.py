@@ -10,12 +10,13 @@ import torch
 
 from r3lite.core.earlier_output import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
+from r3lite.core.inherited import ADAPTER
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
-from r3lite.training.checkpoint import ADAPTER, GROUPS, Checkpoint
+from r3lite.training.checkpoint import GROUPS, Checkpoint
 
 OPTIONAL = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
 

@@ -227,7 +227,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
     assert "Close other programs that use the GPU and continue with --resume auto" in told and "Traceback" not in told
     assert list(checkpoint.folders_by_step(tmp_path / "run")) == ([] if failed == 1 else [2])
-    assert ("saved step 2; continue with" in told) == (failed == 3)
+    assert ("saved step 2; continue with: python -m r3lite." in told) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
     one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())

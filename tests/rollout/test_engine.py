@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 
+from r3lite.core import bars
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Routes
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
@@ -46,6 +47,18 @@ def three(scripted):
         return [DOCUMENTS for _ in pairs]
 
     return engine, engine.run(questions(3), ["a", "b", "c"], retrieve), asked
+
+
+def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeypatch, capsys):
+    monkeypatch.setattr(bars, "PERIOD", 0.0)
+    engine = scripted({"0": [answer(1, "a")], "1": [answer(1, "longer")]}, protocol=PROTOCOL, lengths=LENGTHS)
+    retrieve = lambda pairs: [DOCUMENTS for _ in pairs]  # noqa: E731
+    engine.run(questions(2), ["a", "b"], retrieve, progress="evaluate")
+    told = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    expected = [f"evaluate: {count} of 2 episodes" for count in range(3)]
+    assert list(dict.fromkeys(told)) == expected
+    engine.run(questions(2), ["a", "b"], retrieve)
+    assert capsys.readouterr().err == ""
 
 
 def test_episodes_go_through_retrievals_to_their_answers(three):
