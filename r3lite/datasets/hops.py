@@ -132,8 +132,9 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
     """Returns the hops of a question of HotpotQA, from the one or two paragraphs of the supporting facts; nothing if
     there are more.
 
-    `supporting` maps a gold title to its supporting sentences. Of one paragraph there is one hop, which looks up its
-    name if the question has it, else the question itself. Of two, by the question's `type`, there are:
+    `supporting` maps a gold title to its supporting sentences. Of one paragraph that has the answer there is one hop,
+    which looks up its name if the question has it, else the question itself. Of two, by the question's `type`, there
+    are:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
@@ -142,7 +143,7 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
       that is the title of one paragraph that the other one mentions, which the second hop looks up.
     """
     if len(question.gold) == 1:
-        return (_only_hop(question, supporting),)
+        return _only_hop(question, supporting)
     if len(question.gold) != 2:
         return ()
     if "comparison" in question.type:
@@ -170,16 +171,19 @@ def _lead(question: Question, paragraph: Document) -> str:
     return question.text
 
 
-def _only_hop(question: Question, supporting: dict[str, list[str]]) -> Hop:
-    """Returns the hop of a question whose answer is in its only gold paragraph."""
+def _only_hop(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
+    """Returns the hop of a question with one gold paragraph; nothing if its answer is not there."""
     (paragraph,) = question.gold
     answer = question.answers[0]
-    return Hop(
+    if not _mentions(paragraph.text, answer):
+        return ()
+    hop = Hop(
         question=_literal(_lead(question, paragraph)),
         answer=answer,
         document=paragraph,
         evidence=_brief(_telling(supporting[paragraph.title], answer)),
     )
+    return (hop,)
 
 
 def _comparison(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
