@@ -179,7 +179,7 @@ class LiveAnswers:
         protocol = build_protocol(config.protocol)
         folders = adapters_of(config)
         plan = plan_lanes(config)
-        self.searches = protocol.searches and config.retrieval.retriever != "none"
+        self.searches = protocol.can_search and config.retrieval.retriever != "none"
         self.modes = modes_of(config, folders, self.searches)
         self.in_steps = adapters_in_steps(config, folders)
         self.adapters = list(folders)

@@ -70,7 +70,7 @@ class Policy:
     critic: ValueHead | None = None
     fingerprint: str | None = None  # of the base, to be saved with the adapter
     ranks: Ranks = ALONE
-    full: FullTuning | None = None  # of all weights
+    full_tuning: FullTuning | None = None  # None: an adapter is trained
     folder: Path | None = None  # of the base
 
     def train_state(
@@ -98,8 +98,8 @@ class Policy:
             optimizer=self.optimizer,
             precision=self.precision,
             max_grad_norm=settings.max_grad_norm,
-            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full else save_adapter,
-            result=MODEL if self.full else ADAPTER,
+            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full_tuning else save_adapter,
+            result=MODEL if self.full_tuning else ADAPTER,
             data=data,
             inputs=inputs,
             facts=facts,
@@ -243,7 +243,7 @@ def _train_all(
         precision,
         grant,
         optimizer=optimizer,
-        full=FullTuning(model, apply),
+        full_tuning=FullTuning(model, apply),
         folder=folder,
     )
 

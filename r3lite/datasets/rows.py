@@ -161,7 +161,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
 
 
 def _after_space(text: str, place: int) -> int:
-    """Returns the place of the first character from `place` on that is no space of JSON."""
+    """Returns the index of the first character at or after `place` that is not JSON's white space."""
     return SPACE.match(text, place).end()
 
 

@@ -68,7 +68,7 @@ class Harvest:
         """
         waiting = self.waiting
         total = len(self.questions)
-        retrieves = protocol.searches and config.retrieval.retriever != "none"
+        retrieves = protocol.can_search and config.retrieval.retriever != "none"
         with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
             lines = TimedLines(bar, "self", "questions")
             for start in range(0, len(waiting), BLOCK):

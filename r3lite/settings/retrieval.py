@@ -13,11 +13,11 @@ from r3lite.settings.common import budget_bytes
 from r3lite.settings.conditions import (
     chooses_procedure,
     describes_procedures,
+    has_documents,
     has_network,
+    has_search,
     has_steps,
     reads_paragraphs,
-    retrieves,
-    searches,
     searches_by_graph,
 )
 
@@ -65,12 +65,12 @@ class RetrievalSettings(EncoderSettings):
         NeedsOthers(
             "retriever",
             "a --format and a --baseline that retrieve documents",
-            lambda s: s.retriever == "none" or (retrieves(s) and s.baseline != "gold"),
+            lambda s: s.retriever == "none" or (has_documents(s) and s.baseline != "gold"),
         ),
         NeedsOthers(
             "",
             "a --retriever other than golden and none, and a --format and a --baseline that search",
-            searches,
+            has_search,
             but="retriever top_k noise_rate encoder encoder_style encoder_dtype",
         ),
         NeedsOthers(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from r3lite.core.config import MOST, Basic, Bounds, NonNegative, Section, UsageError
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import Weighted
-from r3lite.settings.conditions import has_queries, retrieves
+from r3lite.settings.conditions import has_documents, has_queries
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 FIRST_WEIGHT = "first_weight"
@@ -48,7 +48,7 @@ class RewardSettings(Section):
         # No answer would be rewarded.
         NeedsOthers("least_searches", "a --format that searches", has_queries, harmful=True),
         NeedsOthers("search_bonus idle_query_penalty process_judge", "a --format that searches", has_queries),
-        NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", retrieves),
+        NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", has_documents),
         Needs(
             "gamma_correct gamma_incorrect gamma_fail",
             "--process-recall or --process-judge",

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Basic, Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 from r3lite.core.needs import Needs, NeedsOthers
-from r3lite.settings.conditions import retrieves
+from r3lite.settings.conditions import has_documents
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 
@@ -45,7 +45,7 @@ class RLSettings(Section):
 
     implied: ClassVar = {"algorithm": PAPERS, "learn": {"answer": EXACT_MATCH_ALONE}}
     needs: ClassVar = (
-        NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", retrieves),
+        NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", has_documents),
         Needs("kl_estimator kl_target", "--kl-beta above 0", lambda s: s.kl_beta),
         Needs("overlong_cache", "--overlong-penalty", lambda s: s.overlong_penalty),
         Needs("teacher_adapter teacher_quantize", "--teacher", lambda s: s.teacher),

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from r3lite.core.config import ANY, Alias, Basic, Bounds, Free, Positive, Section, Tokens, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
-from r3lite.settings.conditions import has_queries, retrieves
+from r3lite.settings.conditions import has_documents, has_queries
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
@@ -26,7 +26,7 @@ class LengthSettings(Section):
             "a --format and a --baseline in which the model writes queries",
             has_queries,
         ),
-        NeedsOthers("max_document_tokens", "retrieved documents", retrieves),
+        NeedsOthers("max_document_tokens", "retrieved documents", has_documents),
     )
 
     max_hops: Basic[Annotated[int, Bounds(low=1, high=100), Alias("num_hops")]] = 5

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.core.config import ANY, Basic, Bounds, Count, InputPath, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
 from r3lite.core.needs import Needs, NeedsOthers
-from r3lite.settings.conditions import searches
+from r3lite.settings.conditions import has_search
 from r3lite.settings.model import ADAPTER
 
 ADAPTERS = replace(ADAPTER, named=lambda entry: entry == "base", has_names=True)  # `base` is the bare model
@@ -47,7 +47,7 @@ class ModeSettings(Section):
 
     implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
     needs: ClassVar = (
-        NeedsOthers("retrieving_modes search_adapter", "a --format and a --retriever that search", searches),
+        NeedsOthers("retrieving_modes search_adapter", "a --format and a --retriever that search", has_search),
         Needs("memory_modes conversations memory_kib", "--memory-turns above 0", lambda s: s.memory_turns),
     )
 

@@ -57,7 +57,7 @@ def train(
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.begin(state)
+    done = run.begin(state)  # steps that the checkpoint has, from which the run goes on
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
@@ -88,7 +88,7 @@ def train(
                 oversight.saved(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
-                interrupts.raise_pending()
+                interrupts.raise_if_interrupted()
                 with span_log.step(number):
                     _set_learning_rate(run, trainer, number=number, scale=oversight.rate_scale)
                     failure = None
@@ -97,7 +97,7 @@ def train(
                     except NotFinite as error:
                         if not oversight.can_go_back:
                             raise
-                        record = {"step": number}
+                        record = {"step": number}  # a step that failed has no metrics
                         failure = error
                     further_metrics, must_save = oversight.after(number, record, failure)
                     log.write(record | further_metrics)
@@ -107,7 +107,7 @@ def train(
                         with spans.span("checkpoint"):
                             save(number)
                 oversight.saved(number)
-            interrupts.raise_pending()
+            interrupts.raise_if_interrupted()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
             print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
@@ -118,7 +118,7 @@ def train(
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
     run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
-    run.finish(state, trainer.total)
+    run.write_results(state, trainer.total)
     return True
 
 

@@ -127,7 +127,7 @@ class Oversight:
             except NotFinite as error:
                 failure = error
         if failure is None:
-            alarm = self.guard.look(step, record, each)
+            alarm = self.guard.check(step, record, each)
         elif self.can_go_back:
             alarm = Alarm(None, failure.cause.splitlines()[0])
         else:

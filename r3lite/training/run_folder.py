@@ -246,7 +246,7 @@ class RunFolder:
         with self._writing(f"the {state.result}"):
             checkpoint.replace_folder(self.output / state.result, fill)
 
-    def finish(self, state: TrainState, total: int) -> None:
+    def write_results(self, state: TrainState, total: int) -> None:
         """Writes `adapter/`, which is the best one if one is kept as that, or `model/`, and `summary.json`."""
         if not self.ranks.first:
             return

@@ -54,7 +54,7 @@ class TrainState:
         Returns the norm before clipping and if the step was skipped; see Precision.step.
         """
         if isinstance(self.optimizer, AdamW8):  # which has updated each weight during the backward pass
-            return self.optimizer.finish(), False
+            return self.optimizer.end_step(), False
         parameters = list(optim.parameters(self.optimizer).values())
         self.precision.updating = True
         self.ranks.sum_gradients(parameters)

@@ -58,7 +58,10 @@ def run_rl(toy, output, *more) -> int:
 def paid(monkeypatch):
     """A random model's episodes are all wrong: here they are paid 0, 1/2, 1, 0, ..., so that there is a gradient."""
     count = itertools.count()
-    score = lambda episode, *_: reward.Scored([next(count) % 3 / 2] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})  # noqa: E731
+
+    def score(episode, *_):
+        return reward.EpisodeReward([next(count) % 3 / 2] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})
+
     monkeypatch.setattr(reward, "score", score)
 
 
