@@ -295,7 +295,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, caps
     output = tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "the disk is full")))
     status = run(write(tmp_path / "data.jsonl", [row(1)]), output)
-    assert_refused(capsys, {}, status, f"the disk is full: '{output}'\n  Check the disk space")
+    assert_refused(capsys, {}, status, f"{output}: the disk is full\n  Check the disk space")
     assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
 
 

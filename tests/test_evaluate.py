@@ -302,7 +302,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(toy, tmp_path, monkeypatch,
     monkeypatch.setattr(os, "replace", failing)
     assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 1
     told = capsys.readouterr().err
-    assert f"No space left on device: '{tmp_path / 'out' / full}'" in told and "Check the disk space" in told
+    assert f"{tmp_path / 'out' / full}: No space left on device\n" in told and "Check the disk space" in told
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
