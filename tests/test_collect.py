@@ -152,7 +152,12 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
     data = write(tmp_path / "data.jsonl", [{"question": "Q?", "answer": "a"}])
     assert run(data, tmp_path / "out.jsonl", "--retriever", "none") == 1
     printed = capsys.readouterr()
-    assert "no decomposition" in printed.out and "no trajectory was kept" in printed.err
+    assert "no decomposition" in printed.out and "no trajectory was kept: no decomposition (1)" in printed.err
+    advice = "python -m r3lite.collect --retriever none --source gold --data hotpotqa"
+    assert advice in " ".join(printed.err.replace(" --encoder hashing", "").split())
+    data = write(tmp_path / "missed.json", [row(1)])
+    assert run(data, tmp_path / "missed.jsonl", "--retriever", "none") == 1
+    assert f"python -m r3lite.retrieve --retriever none --encoder hashing --data {data}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_record
+from r3lite.core.files import naming_gguf, read_record
 from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
 from r3lite.protocols.tokenizer_classes import other_class
@@ -168,6 +168,11 @@ class Tokenizer:
         Raises R3LiteError if the files are unusable.
         """
         folder = Path(folder)
+        with naming_gguf(folder):
+            return cls._load(folder, thinking)
+
+    @classmethod
+    def _load(cls, folder: Path, thinking: str) -> "Tokenizer":
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
