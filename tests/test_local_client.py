@@ -227,7 +227,7 @@ def test_the_memory_that_it_takes_is_planned(tmp_path, small_model, write_folder
         LocalClient(settings, None, CPU, MemorySettings(nf4_cache=None)).generate_all(requests)
         gc.collect()
         assert counter.live < 1.1 * counter.peak and held is not None
-    work = evaluate_workload(CPU, LengthSettings(), RetrievalSettings(), 8, settings)
+    work = evaluate_workload(CPU, LengthSettings(), RetrievalSettings(), 8, judge=settings)
     memory = work.judge.memory
     tokens = len(client().tokenizer.open_chat(requests[0].prompt)) + 24
     shorter = replace(work, judge=replace(work.judge, row_tokens=tokens))

@@ -97,6 +97,7 @@ def plan_lanes(config: ServeConfig) -> Plan:
         lengths=config.lengths,
         retrieval=config.retrieval,
         questions=config.sampling.rollout_batch_size or ROWS,
+        draft_tokens=config.sampling.draft_tokens,
     )
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
@@ -145,6 +146,7 @@ class LiveAnswers:
             grant=loaded.grant,
             autocast=loaded.precision.autocast,
             layouts=self.layouts,
+            draft_tokens=config.sampling.draft_tokens,
         )
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         self.numbers = itertools.count()  # of the asks

@@ -17,6 +17,7 @@ from r3lite.models import logprobs, nf4
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
+from r3lite.settings.rollout import MOST_DRAFTED
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
@@ -356,6 +357,7 @@ def as_judge(w: Workload, judge: JudgeWork) -> Workload:
         row_tokens=judge.row_tokens,
         reads=judge.row_tokens,
         episodes=judge.memory.rollout_batch_size,
+        draft_tokens=0,
     )
 
 
@@ -387,9 +389,13 @@ def _sample(w: Workload, memory: Memory) -> Parts:
         "KV cache": kv_bytes(w, rows, cached),
         "prefill": _forward(w, memory, together) + masks,
     }
+    logits = w.model.vocab_size * w.element
+    sampling = rows * (logits + w.model.vocab_size * (4 + 4))
+    if w.draft_tokens and not graphs:  # the rows that go on are copied from the logits of all places
+        sampling += (rows + min(rows * w.draft_tokens, MOST_DRAFTED)) * logits
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
-        "sampling": rows * w.model.vocab_size * (w.element + 4 + 4),
+        "sampling": sampling,
     }
     return largest([reading, drawing])
 
