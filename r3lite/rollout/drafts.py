@@ -32,7 +32,7 @@ LONGEST_MATCH = 8  # a longer match counts as one of this length
 # A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
 ROW_COST = 0.1
 PLACE_COST = 0.06
-STREAMED_PLACE_COST = 0.01  # the same if its layers are copied from the host's memory, which takes longer than tokens
+STREAMED_PLACE_COST = 0.01  # the same on a card to which layers are copied, which takes longer than many tokens
 PASS_COST = 0.1  # what a verification takes beside its places
 MARGIN = 1.25  # a place is drafted if it pays so many times
 # What is expected of a match before drafts were made: the share that is accepted, by the length of the match.
@@ -71,7 +71,7 @@ class Reader:
 
 
 @dataclass
-class Record:
+class Acceptance:
     """How many of the drafted tokens that followed matches of one length were accepted; both numbers fade."""
 
     expected: float
@@ -122,7 +122,7 @@ class Drafter:
         for question, count in episodes.items():
             if count > 1:
                 self.groups[question] = Occurrences()
-        self.records = [Record(share) for share in EXPECTED]
+        self.acceptances = [Acceptance(share) for share in EXPECTED]
         self.matches: list[int] = []  # of each row: the length of the match of its last draft
 
     def propose(self, rows: list[Sequence], rooms: list[int]) -> list[list[int]]:
@@ -143,10 +143,10 @@ class Drafter:
             length, place = self._match(sequence)
             if not length:
                 continue
-            record = self.records[length]
-            record.fade()
+            acceptance = self.acceptances[length]
+            acceptance.fade()
             limit = min(self.limit, room, free_places)
-            count, row_gain = worthwhile(record.share, price, limit)
+            count, row_gain = worthwhile(acceptance.share, price, limit)
             drafts[row] = self._continuation(place, count)
             self.matches[row] = length
             free_places -= len(drafts[row])
@@ -159,9 +159,9 @@ class Drafter:
         """Counts what became of the drafts that were proposed last."""
         pairs = zip(agreement.examined, agreement.accepted, strict=True)
         for length, (examined, accepted) in zip(self.matches, pairs, strict=True):
-            record = self.records[length]
-            record.examined += examined
-            record.accepted += accepted
+            acceptance = self.acceptances[length]
+            acceptance.examined += examined
+            acceptance.accepted += accepted
 
     def _read(self, rows: list[Sequence]) -> None:
         """Takes in what the rows have got since the last call, and forgets sequences that are finished."""
@@ -210,10 +210,10 @@ def drafter_of(
     sequences: Several[Sequence],
 ) -> Drafter | None:
     """Returns the drafter of a run; None if the `limit` is 0, or if it is not known what a place costs."""
-    if limit and model.stream:
-        return Drafter(limit, stop_id, sequences, place_cost=STREAMED_PLACE_COST)
     if limit and model.head_weight.device.type == "cpu":
         return Drafter(limit, stop_id, sequences)
+    if limit and model.stream:
+        return Drafter(limit, stop_id, sequences, place_cost=STREAMED_PLACE_COST)
     return None
 
 
