@@ -7,6 +7,7 @@ from statistics import fmean
 from bench.recipe_page import spread
 from bench.records import table
 from r3lite.core.files import read_record
+from r3lite.core.inherited import ADAPTER
 from r3lite.evaluation.folder import COMPARISON
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
 from r3lite.evaluation.scores import FULL_RECALL_EM
@@ -27,11 +28,11 @@ def adapter_of(output: Path) -> Path | None:
     None if no round was learned from.
     """
     if (output / SUMMARY).exists():
-        return output / checkpoint.ADAPTER
+        return output / ADAPTER
     newest = checkpoint.newest_valid(output)
     if newest is None or newest == checkpoint.folders_by_step(output).get(0):
         return None
-    return newest / checkpoint.ADAPTER
+    return newest / ADAPTER
 
 
 def training_of(output: Path) -> dict:

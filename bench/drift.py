@@ -124,7 +124,9 @@ class Seed:
         state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.folders_by_step(output))}"))
         sampled = RoundSampler(config, questions, engine, retrieve, None).sample(1, Stopwatch())
         batch = Batch.of(sampled.rollouts())
-        batch = batch.rescored(learner.policy_logprobs(batch))  # by the pass that the reference has: no rounding
+        batch = batch.with_trainer_logprobs(
+            learner.policy_logprobs(batch)
+        )  # by the pass that the reference has: no rounding
         return kl_on_policy(replace(batch, reference=learner.reference_logprobs(batch)))
 
 

@@ -25,7 +25,7 @@ from bench import records
 from bench.headroom_numbers import Answer, GradientSums, Row, gradient_summary, summary, tables
 from bench.recipe_settings import name_of
 from r3lite.assembly import reinforcement, rl_setup
-from r3lite.assembly.rl_round import sample
+from r3lite.assembly.rl_round import run_on_ranks
 from r3lite.assembly.validation import greedy
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.config import check_required, flag, sections
@@ -117,7 +117,7 @@ def probe(config: PpoConfig, options: Options) -> dict:
     config = replace(config, rl=rl)
     questions = read_questions_of(config.data, config.mixture)
     protocols = protocols_of(config.protocol, config.mixture)
-    searching = [question for question in questions if protocols[question.source].searches] or questions
+    searching = [question for question in questions if protocols[question.source].can_search] or questions
     setup = Setup(config.retrieval, searching, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
     engine, learner, state = rl_setup.build_learning(config, questions)
@@ -177,10 +177,10 @@ def sample_all(
     failures = 0
     for start in range(0, len(questions), config.rl.batch_size):
         block = list(questions[start : start + config.rl.batch_size])
-        best = sample(greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve)
+        best = run_on_ranks(greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve)
         repeated = [question for question in block for _ in range(count)]
         seeds = [f"{config.common.seed}/headroom/{start + i // count}/{i % count}" for i in range(len(repeated))]
-        samples = sample(engine, ALONE, engine.run, repeated, seeds, retrieve)
+        samples = run_on_ranks(engine, ALONE, engine.run, repeated, seeds, retrieve)
         for i, question in enumerate(block):
             group = samples[i * count : (i + 1) * count]
             answers = [answer_of(sequence.episode()) for sequence in group]
@@ -231,11 +231,11 @@ def group_gradient(
     rewarded = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
         last = len(rollout.record.action_mask) - 1 - rollout.record.action_mask[::-1].index(True)
-        rewarded.append(replace(rollout, rewards=[(last, reward)]))
+        rewarded.append(replace(rollout, token_rewards=[(last, reward)]))
     batch = learner.algorithm.with_advantages(Batch.of(rewarded))
     for parameter in parameters:
         parameter.grad = None
-    learner.grant.attempt("update", learner.add_gradients, batch)
+    learner.grant.run_within_memory("update", learner.add_gradients, batch)
     gradient = torch.cat([parameter.grad.flatten().cpu().double() for parameter in parameters])
     for parameter in parameters:
         parameter.grad = None

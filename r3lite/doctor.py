@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import r3lite
-from r3lite.core import command
+from r3lite.core import cache, command
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json
 from r3lite.settings import CommandConfig, DoctorSettings
 
-FILE = "~/.cache/r3lite/doctor.json"
+FILE = f"{cache.CACHE}/doctor.json"
 
 
 class DoctorConfig(CommandConfig):
@@ -29,6 +29,11 @@ class DoctorConfig(CommandConfig):
 
 def examine(config: DoctorConfig) -> None:
     """Runs all checks, prints a line for each, and writes the report; raises R3LiteError if one failed."""
+    if config.doctor.clear_cache:
+        before = cache.summary()
+        cache.clear()
+        print(f"deleted {before}")
+        return
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks import card, registry, speeds
     from r3lite.checks.report import CheckLog, print_line, users_own
@@ -47,6 +52,7 @@ def examine(config: DoctorConfig) -> None:
     print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nmachine")
     for label, text in machine.lines(facts).items():
         print_line(f"   {label}", hide(text))
+    print_line("   cache", f"{cache.summary()}; --clear-cache deletes it")
     print("\nspeed", flush=True)
     measured = []
     report = CheckLog(hide)

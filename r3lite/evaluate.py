@@ -37,13 +37,13 @@ def check_baseline(config: EvaluateConfig) -> None:
     baseline = config.evaluate.baseline
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
-    if opening.searches and config.retrieval.retriever == "none":
+    if opening.retrieves_first and config.retrieval.retriever == "none":
         raise R3LiteError(
             f"--baseline {baseline} needs a retriever, but --retriever is none",
             "Pass another one.",
             code="baseline-without-retriever",
         )
-    if opening.searches and not protocol.searches:
+    if opening.retrieves_first and not protocol.can_search:
         cause = f"--baseline {baseline} needs a search, but --format {config.protocol.format} has none"
         raise R3LiteError(cause, "Pass another --baseline or --format.", code="baseline-without-searches")
 

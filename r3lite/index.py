@@ -19,7 +19,7 @@ class IndexConfig(CommandConfig):
     --delete change an existing index. With --output qdrant://host:6333/collection, passages are written to a Qdrant
     server (extra qdrant).
 
-    Other commands search the index with --index FOLDER and the same --encoder. They encode queries on the CPU; only
+    Other commands search the index with --index FOLDER and its encoder. They encode queries on the CPU; only
     this command uses the GPU.
     """
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from r3lite.core import command
 from r3lite.core.errors import UsageError
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 
@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if learns(argv):
-        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo")(argv)
-    return command.Command("plan", PlanSftConfig(), print_plan, table="sft")(argv)
+        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo", reads_inputs=False)(argv)
+    return command.Command("plan", PlanSftConfig(), print_plan, table="sft", reads_inputs=False)(argv)
 
 
 if __name__ == "__main__":

@@ -16,4 +16,4 @@ def save(folder, documents, encoder="hashing", style="auto", kind="flat", dtype=
         encoder = make_encoder(encoder_settings(encoder, style, dtype), documents)
         building.replaces(build, encoder)
         building.encode(build, encoder, kind)
-        building.finish(build, encoder, estimate(kind, len(documents), encoder.dimension))
+        building.write_index(build, encoder, estimate(kind, len(documents), encoder.dimension))

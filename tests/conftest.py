@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders, a compiler."""
+"""What tests of several folders share: the shared folder, a 0.5B-shaped model, small model folders, a compiler."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating"]
+pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating", "tests.half_products"]
 
 
 @pytest.fixture(autouse=True, scope="session")

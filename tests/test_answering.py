@@ -4,8 +4,10 @@ import pytest
 
 from r3lite.ask import AskConfig
 from r3lite.assembly.policy import warn_of_other_format
+from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import SftConfig
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -27,10 +29,12 @@ def warning(capsys, *argv):
 @pytest.mark.parametrize("inside", ["", "adapter", "checkpoint-5", "checkpoint-5/adapter"])
 def test_another_format_or_prompt_is_told(run, capsys, inside):
     adapter = run / inside
-    assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == ""
-    told = warning(capsys, "--adapter", adapter, "--format", "tags")
-    assert told.startswith(f"warning: {adapter} was trained on --format r3 (here tags), --init-prompt prompts/tiny/")
+    assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == warning(capsys, "--adapter", adapter) == ""
+    told = warning(capsys, "--adapter", adapter, "--init-prompt", "prompts/init_prompt.txt", "--step-prompt", "none")
+    assert told.startswith(f"warning: {adapter} was trained on --init-prompt prompts/tiny/")
     assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in told and told.count("\n") == 1
+    with raises(R3LiteError, "format-differs", f"{adapter} was trained on --format r3, not tags"):
+        warning(capsys, "--adapter", adapter, "--format", "tags")
 
 
 @pytest.mark.parametrize("text", [None, "no TOML", "", "[sft]\n", "format = 'tags'\n"])

@@ -142,8 +142,8 @@ def test_the_tiny_checkpoint_samples_the_same_whether_it_was_killed_or_not(tmp_p
     arguments += ["--num-generations", "3", "--max-new-tokens", "40", "--temperature", "1"]
     run, said = Engine.run, {}
 
-    def heard(self, questions, seeds, retrieve):
-        sequences = run(self, questions, seeds, retrieve)
+    def heard(self, questions, seeds, retrieve, progress):
+        sequences = run(self, questions, seeds, retrieve, progress)
         for seed, sequence in zip(seeds, sequences, strict=True):
             assert said.setdefault(seed, sequence.tokens) == sequence.tokens
         return sequences

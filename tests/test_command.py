@@ -109,6 +109,52 @@ def test_a_dry_run_prints_what_was_resolved_and_does_nothing(capsys):
     assert any(line.split() == ["lora_r", "3"] for line in out.splitlines())
 
 
+def test_a_dry_run_begins_with_what_differs_and_what_is_missing(tmp_path, capsys):
+    (tmp_path / "my.toml").write_text("[sft]\nlora_alpha = 3.0\n", encoding="utf-8")
+    argv = [
+        "--config",
+        str(tmp_path / "my.toml"),
+        "--preset",
+        "tiny",
+        "--limit",
+        "2",
+        "--data",
+        "gone.jsonl",
+        "--dry-run",
+    ]
+    assert run(raising(AssertionError()), *argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    end = lines.index("")
+    differing = [line.split(maxsplit=2) for line in lines[1:end] if line.startswith(" ")]
+    assert lines[0] == "Differs from the defaults"
+    assert ["limit", "2", "(on the command line)"] in differing
+    assert ["lora_alpha", "3.0", "(in the command's table of the file --config)"] in differing
+    assert ["model", "tiny", "(by the preset or another setting)"] in differing
+    assert "lora_targets" not in {name for name, *_ in differing}
+    assert lines[end - 1] == "missing: --data gone.jsonl: no such file"
+    assert run(raising(AssertionError()), "--data", "hotpotqa,train", "--dry-run") == 0
+    assert "missing" not in capsys.readouterr().out
+
+
+def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path, capsys, monkeypatch):
+    """A mistyped adapter was planned for minutes first."""
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    (tmp_path / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    nearest = f"did you mean {Path('runs', 'sft')}?"
+    assert run(raising(AssertionError()), "--data", "train.jsonl", "--adapter", "runs/stf") == 1
+    told = capsys.readouterr().err
+    assert f"r3lite.sft stopped: --adapter runs/stf: no such run ({nearest})\n" in told
+    assert "Pass a run folder" in told
+    assert run(lambda config: None, "--data", "train.jsonl", "--adapter", "runs/sft") == 0
+    serve = command.Command("serve", CONFIGS["serve"][0], lambda config: None)
+    assert serve(["--adapters", "runs/sft,rl=runs/sft,base"]) == 0
+    assert serve(["--adapters", "runs/sft,rl=runs/rl"]) == 1
+    assert "--adapters runs/rl: no such run" in capsys.readouterr().err
+    assert run(lambda config: None, "--data", "trian.jsonl", "--dry-run") == 0
+    assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["collect", "evaluate", "index", "plan", "quickstart", "retrieve"])
 def test_an_output_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, capsys, name):
     """`--output FILE/x` was a traceback."""

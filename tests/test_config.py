@@ -23,11 +23,13 @@ from r3lite.core.config import (
 )
 from r3lite.core.earlier_output import free_settings
 from r3lite.core.errors import nearest
-from r3lite.core.invocation import all_settings, build_parser, resolve, to_toml, with_values
+from r3lite.core.files import shipped
+from r3lite.core.invocation import SHORT_HELP, all_settings, build_parser, help_text, resolve, to_toml, with_values
 from r3lite.evaluate import EvaluateConfig
 from r3lite.export import ExportConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
+from r3lite.report import ReportConfig
 from r3lite.serve import ServeConfig
 from tests.commands import CONFIGS, Everything
 from tests.errors import raises
@@ -309,6 +311,46 @@ def test_help_has_groups_and_defaults():
         assert type(section).__doc__.splitlines()[0].rstrip(".") + ":" in text
     assert "--learning-rate" in text and "[0.0003]" in text
     assert "--dtype auto,fp32,bf16,fp16" in text
+
+
+COMMANDS = {name: default for name, (default, _) in CONFIGS.items()} | {
+    "export": ExportConfig(),
+    "report": ReportConfig(),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_fits_on_a_page_and_that_of_all_settings_names_each_flag(name, monkeypatch):
+    """The help of ppo had 541 lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    short = help_text(name, COMMANDS[name], every=False)
+    assert short.count("\n") <= SHORT_HELP == 60
+    assert "--preset" in short and "--dry-run" in short
+    whole = help_text(name, COMMANDS[name], every=True)
+    flags = {"--" + setting.replace("_", "-") for setting in flat(COMMANDS[name])}
+    assert {word for word in flags if f"  {word}" not in whole and f"--no-{word[2:]}" not in whole} == set()
+    assert len(whole) >= len(short)
+
+
+def test_the_short_help_has_what_most_people_set_with_a_sentence(capsys):
+    for argv, shown in (["--help"], False), (["-h"], False), (["--help", "all"], True), (["-h", "all"], True):
+        with pytest.raises(SystemExit) as leaving:
+            resolve("ppo", settings.PpoConfig(), argv)
+        text = capsys.readouterr().out
+        assert leaving.value.code == 0 and text.startswith("usage: python -m r3lite.ppo")
+        assert ("--guard-kl " in text, "rollbacks" in text, "Collapse guard" in text) == (shown, shown, shown)
+        assert ("--help all shows all" in text) is not shown
+        for word in ["--adapter", "--learning-rate", "--num-generations", "--kl-beta", "--top-k", "--max-new-tokens"]:
+            assert f"  {word} " in text
+        lines = text.splitlines()
+        assert ("  --top-k N                 passages per query [5]" in lines) is not shown
+    with raises(UsageError, "unknown-choice", "--help", "everything"):
+        resolve("ppo", settings.PpoConfig(), ["--help", "everything"])
+
+
+def test_the_help_of_preset_names_those_there_are():
+    (names,) = re.findall(r"defaults: (.*)", field_docs(settings.Common)["preset"])
+    assert re.split(", | or ", names) == sorted(path.stem for path in shipped("presets").glob("*.toml"))
 
 
 def test_other_programs_names_of_a_flag_are_taken():

@@ -97,7 +97,7 @@ def sample(tokenizer, name: str) -> str:
     """An episode after its prompt, as docs/formats.md shows it: what the model writes is between guillemets."""
     protocol = build_protocol(ProtocolSettings(format=name))
     layout = Layout(tokenizer, protocol, LengthSettings())
-    steps = PLANNED if protocol.plans else STEPS if protocol.searches else STEPS[1:]
+    steps = PLANNED if protocol.plans else STEPS if protocol.can_search else STEPS[1:]
     transcript = layout.lay_out(Question("q", "Who directed Brenn?", ()), steps, 64)
     prompt, text = len(layout.prompt(transcript.question.text)), ""
     parts = itertools.groupby(

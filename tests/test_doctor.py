@@ -17,6 +17,7 @@ from r3lite.checks.registry import Check
 from r3lite.checks.report import hider
 from r3lite.checks.speeds import measured_speeds
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import sole_writer
 from r3lite.devices import cards, speed
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.models.linear import linear
@@ -229,3 +230,28 @@ def test_the_real_checks_on_a_cpu(planted, capsys):
     assert {name for name, state in states.items() if state == "skipped"} - {"card"} == skips
     assert found["speeds"]["name"] == cards.device_name(CPU)
     assert [name for name in os.listdir(planted / HIDDEN) if name.startswith("r3lite")] == []  # no folder is left over
+
+
+def test_the_cache_is_told_and_cleared_and_what_else_is_there_stays(checks, tmp_path, capsys):
+    checks(sound)
+    folder = tmp_path / ".cache" / "r3lite"
+    for name in ("big-nf4-0a1b/model.safetensors", "small-gguf-22/config.json", "web/1.json", ".x-nf4-1.7.part/a"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(bytes(1_000_000))
+    (folder / "mine.txt").write_text("x")
+    assert doctor.main(FP32) == 0
+    kinds = "4 MB in ~/.cache/r3lite: NF4 weights, GGUF tokenizers, web results, what was not finished"
+    assert f"{kinds}; --clear-cache deletes it" in " ".join(capsys.readouterr().out.split())
+    assert doctor.main(["--clear-cache"]) == 0
+    assert capsys.readouterr().out == f"deleted {kinds}\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["doctor.json", "mine.txt"]
+    assert doctor.main(["--clear-cache"]) == 0
+    assert capsys.readouterr().out == "deleted 0 MB in ~/.cache/r3lite: nothing\n"
+
+
+def test_a_part_of_the_cache_that_is_being_written_is_not_deleted(checks, tmp_path, capsys):
+    place = tmp_path / ".cache" / "r3lite" / "big-nf4-0a1b"
+    place.mkdir(parents=True)
+    with sole_writer(place, folder=False):
+        assert doctor.main(["--clear-cache"]) == 1
+    assert "another process" in capsys.readouterr().err and place.exists()

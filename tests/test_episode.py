@@ -73,7 +73,7 @@ def test_an_episode_s_answer_documents_and_record():
     episode = Episode(question(), steps, ANSWERED)
     assert episode.prediction == "Rome"
     assert episode.documents == [PARIS, ROME, PARIS]
-    assert episode.searches == 2
+    assert episode.search_count == 2
     record = episode.to_json()
     assert set(record) >= {"id", "question", "answers", "prediction", "steps", "finish"}
     assert (record["finish"], len(record["steps"])) == ("answered", 3)

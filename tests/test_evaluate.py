@@ -290,7 +290,7 @@ def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(t
     """It showed when the answers were to be written, and they were lost."""
     monkeypatch.setattr(evaluating, "build_engine", lambda *_, **__: pytest.fail("the long part began"))
     (tmp_path / "file").write_text("")
-    for output, told in (("file/x", "cannot be written: [Errno"), ("file", "is a file, not a folder")):
+    for output, told in (("file/x", "cannot be written: Not a directory"), ("file", "is a file, not a folder")):
         assert evaluate.main([*toy, "--output", str(tmp_path / output)]) == 1
         assert f"{tmp_path / output} {told}" in capsys.readouterr().err
 

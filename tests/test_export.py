@@ -386,7 +386,7 @@ def test_a_full_disk_ends_a_gguf_file_with_one_message(run, tmp_path, monkeypatc
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
     flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--prompts", "0", "--output", str(tmp_path / "x")]
     assert export.main(flags) == 1
-    assert re.search(r"46816 written: .*model.gguf'\n  Check the disk space", capsys.readouterr().err)
+    assert re.search(r"model\.gguf: .*46816 written\n  Check the disk space", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 

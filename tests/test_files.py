@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from r3lite.core import files
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained, reason
 from r3lite.core.files import (
     append_jsonl,
     content_fingerprint,
@@ -233,7 +233,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with sole_writer(tmp_path / "out"):
-        assert "cannot be locked ([Errno" in capsys.readouterr().err
+        assert "cannot be locked (No locks available): let no other" in capsys.readouterr().err
 
 
 @posix
@@ -340,3 +340,18 @@ def test_the_content_of_files_and_folders_is_told_apart(tmp_path, monkeypatch):
     (folder / "one").write_bytes(bytes(200_001))
     found.append(content_fingerprint(folder))
     assert len(set(found)) == 4
+
+
+def test_an_error_of_the_system_is_told_without_its_number():
+    with (
+        raises(R3LiteError, "x", "a.txt cannot be read: No such file or directory\n") as told,
+        explained(OSError, "a.txt cannot be read", "Look.", code="x"),
+    ):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt")
+    assert "Errno" not in str(told.value)
+    with (
+        raises(R3LiteError, "x", "the run cannot be written: No space left on device: b.txt"),
+        explained(OSError, "the run cannot be written", "", code="x"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", "b.txt")
+    assert reason(ConnectionError("it hung\nup")) == "it hung up" and reason(ValueError()) == "ValueError"

@@ -103,13 +103,13 @@ def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys)
 
 
 def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy, tmp_path, monkeypatch, capsys):  # noqa: F811
-    finish = full_tuning.FullTuning.finish
+    apply_last = full_tuning.FullTuning.apply_last
 
     def out_of_memory(full):
-        finish(full)
+        apply_last(full)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(full_tuning.FullTuning, "finish", out_of_memory)
+    monkeypatch.setattr(full_tuning.FullTuning, "apply_last", out_of_memory)
     assert sft.main([*toy, *FULL, "--max-steps", "2", "--output", str(tmp_path / "run")]) == 1
     told = capsys.readouterr().err
     assert "memory ran out in the middle of an update" in told and "--resume auto" in told
@@ -165,7 +165,7 @@ def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, cap
     prompts = [word for i, word in enumerate(toy) if "prompt" in toy[i - i % 2]]
     short = ["--max-new-tokens", "4", "--retriever", "none", "--question", "Who?", *prompts, "--device", "cpu"]
     other, untrained = "was trained on --worked-example False (here True)", "is not trained on the step format"
-    for asked, wrong in (([], True), (["--no-worked-example"], False)):
+    for asked, wrong in ((["--worked-example"], True), ([], False)):
         capsys.readouterr()
         assert ask.main(["--model", str(model), *short, *asked]) == 0
         told = capsys.readouterr().err

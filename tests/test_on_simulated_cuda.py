@@ -213,12 +213,12 @@ def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | 
     """A run of RL. Whatever they say, the four episodes of a round are paid 0, 1/2, 1 and 0, for something to learn."""
     count = itertools.count()
 
-    def paid(episode, *_) -> reward.Scored:
+    def paid(episode, *_) -> reward.EpisodeReward:
         if len(episode.steps) == 1 and episode.prediction == "Rome":  # a trace
-            return reward.Scored([1.0], {"em": 1.0, "outcome": 1.0})
+            return reward.EpisodeReward([1.0], {"em": 1.0, "outcome": 1.0})
         amount = next(count) % 4 % 3 / 2
         parts = {"em": float(amount > 0), "outcome": amount}
-        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), parts)
+        return reward.EpisodeReward([amount] + [0.0] * (len(episode.steps) - 1), parts)
 
     run = [*RL.split(), *questions, *flags.split(), "--output", str(output)]
     if "luffy" in flags or "hybrid" in flags:
@@ -267,7 +267,7 @@ class FailsOnce:
     """Lets memory run out in one attempt of a phase (from 0), after so many more tensors were made."""
 
     def __init__(self, monkeypatch, card: SimulatedCuda, phase: str, number: int, after: int):
-        self.attempts, attempt = itertools.count(), ShrinkingGrant.attempt
+        self.attempts, attempt = itertools.count(), ShrinkingGrant.run_within_memory
         self.live: list[int] = []  # bytes, before the attempt and after it
 
         def failing(grant, name, work, *arguments):
@@ -279,7 +279,7 @@ class FailsOnce:
             self.live.append(card.memory.live)
             return result
 
-        monkeypatch.setattr(ShrinkingGrant, "attempt", failing)
+        monkeypatch.setattr(ShrinkingGrant, "run_within_memory", failing)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch
 from r3lite.core import command, files
 from r3lite.core.command_names import COMMANDS
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import move, shipped, write_jsonl, write_text
-from r3lite.core.invocation import load_toml, resolve, to_toml
+from r3lite.core.files import load_toml, move, shipped, write_jsonl, write_text
+from r3lite.core.invocation import resolve, to_toml
 from r3lite.datasets.hub import files_of, hub_string
 from r3lite.datasets.qa import read_questions
 from r3lite.models.tensor_files import read_tensors, write_tensors

@@ -235,7 +235,10 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     records = logged(run, "metrics.jsonl")
     assert 0 < records[-1]["judge/failure_ratio"] < 1 and records[-1]["judge/missing"] > 0
     told = capsys.readouterr().err
-    assert "calls of the judge failed: " in told and f"saved step {records[-1]['step']}; continue with" in told
+    assert (
+        "calls of the judge failed: " in told
+        and f"saved step {records[-1]['step']}; continue with: python -m r3lite.ppo --config" in told
+    )
 
 
 SEARCH_SETTINGS = [

@@ -69,7 +69,7 @@ def test_presets_of_other_systems():
         if graph:
             protocol = build_protocol(config.protocol)
             assert protocol.information == Tag("<r>", "</r>") and protocol.graph
-    assert not build_protocol(preset("solution").protocol).searches
+    assert not build_protocol(preset("solution").protocol).can_search
     assert preset("solution").retrieval.retriever == "none"
 
 

@@ -75,7 +75,7 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
-    [([], 2, "--runs is missing: pass one or more run folders"), (["nowhere"], 1, "nowhere is not a folder")],
+    [([], 2, "no runs given: pass one or more run folders"), (["nowhere"], 1, "nowhere is not a folder")],
 )
 def test_what_is_no_run_is_refused(capsys, argv, status, told):
     assert report.main(argv) == status

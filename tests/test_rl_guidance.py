@@ -15,7 +15,7 @@ from r3lite.core.token_record import TokenRecord
 from r3lite.datasets.trajectories import encode_row, read_traces
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.rewards.reward import Scored
+from r3lite.rewards.reward import EpisodeReward
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer
 from r3lite.settings import PpoConfig, ProtocolSettings
@@ -67,7 +67,7 @@ def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
     record = rollout.record
     assert (record.tokens, record.action_mask) == (row.tokens, row.action_mask) and rollout.off_policy
     assert record.logprobs == [0.0] * sum(row.action_mask)
-    ((end, reward),) = rollout.rewards
+    ((end, reward),) = rollout.token_rewards
     assert record.action_mask[end] and not any(record.action_mask[end + 1 :])
     assert reward == pytest.approx(1.1)  # an exact match, and 0.1 for the format
     assert rollout.signal == 1.0  # the match alone
@@ -84,7 +84,7 @@ def test_what_is_left_out_is_counted(use, capsys):
     rows += [reasoned(4, "Ann"), reasoned(0)]
     found, _ = use(rows, "--outcome-f1", "1")
     assert sorted(found) == ["q0", "q3"]
-    assert found["q0"].rewards[0][1] == pytest.approx(2.1)
+    assert found["q0"].token_rewards[0][1] == pytest.approx(2.1)
     told = capsys.readouterr().err
     assert "2 of 6 questions have a usable trace, of 7 traces; 1 have no question in --data; 1 are longer" in told
     assert "2 have an answer reward below 0.5 of the maximum; 1 are not the best of their question" in told
@@ -143,8 +143,8 @@ def rollout(group: int, off_policy: bool = False, token: int = 5) -> Rollout:
     )
 
 
-def scored(outcome: float) -> Scored:
-    return Scored([outcome], {"outcome": outcome})
+def scored(outcome: float) -> EpisodeReward:
+    return EpisodeReward([outcome], {"outcome": outcome})
 
 
 def test_questions_that_are_asked_again_take_the_last_places():

@@ -10,7 +10,7 @@ from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.invocation import with_values
 from r3lite.core.spans import Stopwatch
-from r3lite.rewards.reward import Scored
+from r3lite.rewards.reward import EpisodeReward
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
@@ -35,9 +35,9 @@ def sequence(question: Question, found: str, says: str = "no") -> Sequence:
     return made
 
 
-def scored(made: Sequence, total: float = 0.0) -> Scored:
+def scored(made: Sequence, total: float = 0.0) -> EpisodeReward:
     right = float(made.episode().prediction == "yes")
-    return Scored([0.0] * (len(made.steps) - 1) + [total or right], {"em": right, "format": 0.1, "recall": None})
+    return EpisodeReward([0.0] * (len(made.steps) - 1) + [total or right], {"em": right, "format": 0.1, "recall": None})
 
 
 def round_of(*groups: list[Sequence]) -> Round:
@@ -62,14 +62,16 @@ def test_which_episodes_get_another_end_and_from_where():
 
 def test_an_episode_without_a_reward_gets_no_other_end():
     made = round_of([sequence(QUESTIONS[0], "0"), sequence(QUESTIONS[0], "0")])
-    made.scored[0] = None
+    made.rewards[0] = None
     assert near_misses(made) == [Expansion(1, 1)]
 
 
 def test_right_is_what_the_judge_says_if_there_is_one():
     parts = {"em": 0.0, "f1": 0.0}
-    assert not Scored([0.0], parts).right and Scored([0.0], parts | {"em": 1.0}).right
-    assert Scored([0.0], parts | {"judge": 1.0}).right and not Scored([0.0], {"em": 1.0, "judge": 0.0}).right
+    assert not EpisodeReward([0.0], parts).right and EpisodeReward([0.0], parts | {"em": 1.0}).right
+    assert (
+        EpisodeReward([0.0], parts | {"judge": 1.0}).right and not EpisodeReward([0.0], {"em": 1.0, "judge": 0.0}).right
+    )
 
 
 class Scripted:
@@ -123,7 +125,7 @@ def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():
     assert (told["expand/episodes"], told["expand/solved"]) == (2, 1)
     # Two tokens of the step that is shared, each; four are new: another query, and the answer.
     assert (told["expand/shared_tokens"], told["expand/new_tokens"]) == (4, 8)
-    assert [r.group for r in made.rollouts()] == made.groups and len(made.rewards()[poor]) == 4
+    assert [r.group for r in made.rollouts()] == made.groups and len(made.signals()[poor]) == 4
     records = made.records(5)
     assert [r.get("expanded") for r in records] == [None] * 4 + [{"from": 2 * poor + i, "steps": 1} for i in (0, 1)]
     assert all("learned" not in r for r in records)
@@ -156,6 +158,47 @@ def test_groups_that_an_expansion_has_mended_are_not_replaced():
     assert replaced.extra_metrics["refill/attempts"] == 1 and len(replaced.sequences) == 4 + 1 + 2
     assert replaced.groups[5:] == [2, 2] and {r.group for r in replaced.rollouts()} == replaced.learned_groups
     assert [r["learned"] for r in replaced.records(5)] == [g in replaced.learned_groups for g in replaced.groups]
+
+
+class Refilling(Scripted):
+    """An engine that hands out groups of two answers one after the other; notes attempt and size of each refill."""
+
+    def __init__(self, *groups: str):
+        super().__init__({}, [])
+        self.groups, self.refills = list(groups), []
+
+    def run(self, questions, seeds, retrieve):
+        size = len(questions) // 2
+        if "/refill " in seeds[0]:
+            self.refills.append((int(seeds[0].split("/")[2]), size))
+        answers = " ".join(self.groups[:size]).split()
+        self.groups = self.groups[size:]
+        return [sequence(q, "0", says) for q, says in zip(questions, answers, strict=True)]
+
+
+def refills(first: list[str], more: list[str], limit: int) -> tuple[list[tuple[int, int]], set[int], list[float]]:
+    engine = Refilling(*first, *more)
+    made = sampled(engine, batch_size=len(first), refill_limit=limit)
+    return (
+        engine.refills,
+        made.learned_groups,
+        [made.extra_metrics[f"refill/{k}"] for k in ("attempts", "groups", "kept")],
+    )
+
+
+def test_groups_without_variance_are_replaced_until_there_are_as_many():
+    """Two of three groups teach nothing; of the two that replace them one does not either; the next one does."""
+    found = refills(["yes yes", "no yes", "no no"], ["yes yes", "no yes", "yes no"], limit=5)
+    assert found == ([(1, 2), (2, 1)], {1, 4, 5}, [2, 6, 3])
+
+
+def test_the_limit_of_a_refill_holds_and_what_there_is_is_learned_from():
+    found = refills(["no no", "no yes"], ["yes yes"] * 4, limit=3)
+    assert found == ([(1, 1), (2, 1), (3, 1)], {1}, [3, 5, 1])
+
+
+def test_where_all_groups_differ_nothing_more_is_sampled():
+    assert refills(["no yes", "yes no"], [], limit=3) == ([], {0, 1}, [0, 2, 2])
 
 
 def test_where_nothing_can_be_expanded_the_round_is_as_it_was():
@@ -197,7 +240,7 @@ def test_a_difference_in_recall_is_no_variance_unless_no_answer_is_paid(paid, at
     poor = [s.question.id for s in made.sequences].index("0") // 2
     # A wrong answer has 0.8 of the recall: 2 of 3 paragraphs and 1 of 3; with the right one it is 1.6.
     totals = [0.16, 0.08] if paid else [0.0, 0.0]
-    assert made.rewards()[poor] == pytest.approx(totals)
+    assert made.signals()[poor] == pytest.approx(totals)
     assert made.extra_metrics["refill/attempts"] == attempts
     assert (poor in made.learned_groups) == (not attempts) and 1 - poor in made.learned_groups
 
@@ -206,8 +249,10 @@ def test_near_misses_of_groups_whose_answers_are_alike_come_first():
     a, b = QUESTIONS[:2]
     made = round_of([sequence(a, "01"), sequence(a, "0", "yes")], [sequence(b, "01"), sequence(b, "0")])
     for i, total in enumerate((0.16, 1.08, 0.16, 0.08)):
-        parts = made.scored[i].parts
-        made.scored[i] = Scored([0.0] * (len(made.scored[i].steps) - 1) + [total], parts, answer=parts["em"])
+        parts = made.rewards[i].parts
+        made.rewards[i] = EpisodeReward(
+            [0.0] * (len(made.rewards[i].by_step) - 1) + [total], parts, answer_reward=parts["em"]
+        )
     assert [expansion.origin for expansion in near_misses(made)] == [2, 3, 0]
 
 
@@ -239,5 +284,5 @@ def test_each_round_is_paid_by_its_own_weights_its_expanded_episodes_too():
     for number, weight in ((5, 3.0), (6, 1.0)):
         engine = Scripted({"0": ["yes", "no"], "1": ["no", "no"]}, ["yes"] * 3)
         found = sampled(engine, number=number, expand_limit=3, **curriculum)
-        assert len(found.scored) == 7 and {paid.total for paid in found.scored} == {weight}
+        assert len(found.rewards) == 7 and {paid.total for paid in found.rewards} == {weight}
         assert found.metrics()["rewards/approximate_format/weight"] == weight

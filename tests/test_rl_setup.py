@@ -22,7 +22,7 @@ def told(capsys, *records: dict, **settings) -> str:
     for step, record in enumerate(records, 1):
         if rounds := guard.first_rounds(record):
             warn_of_no_reward(config, rounds)
-        guard.look(step, record)
+        guard.check(step, record)
     return capsys.readouterr().err
 
 

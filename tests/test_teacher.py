@@ -18,7 +18,7 @@ from r3lite.datasets.trajectories import Row
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.rewards.reward import Scored
+from r3lite.rewards.reward import EpisodeReward
 from r3lite.rl.batch import Batch, Rollout
 from tests.cold_start import SHORT, WORLD, arguments, logged, same
 from tests.errors import raises
@@ -204,7 +204,7 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
 
 def test_what_has_failed():
     """What is not right, by the judge if there was one; or what is paid too little for the outcome."""
-    close = Scored([0.4], {"em": 0.0, "f1": 0.8, "outcome": 0.4})
+    close = EpisodeReward([0.4], {"em": 0.0, "f1": 0.8, "outcome": 0.4})
     assert close.failed() and close.failed(0.5) and not close.failed(0.4)
-    assert not Scored([1.0], {"em": 1.0, "outcome": 1.0}).failed()
-    assert not Scored([0.0], {"em": 0.0, "judge": 1.0, "outcome": 0.0}).failed()
+    assert not EpisodeReward([1.0], {"em": 1.0, "outcome": 1.0}).failed()
+    assert not EpisodeReward([0.0], {"em": 0.0, "judge": 1.0, "outcome": 0.0}).failed()

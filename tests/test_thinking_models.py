@@ -95,7 +95,7 @@ def test_thoughts_to_train_on_where_they_are_switched_off_are_refused(family, ba
     given = ["--model", str(base), "--config", str(sources), "--output", str(tmp_path / "run")]
     assert sft.main([*TAUGHT.split(), *given]) == 1
     assert "thinking is off in the chat template\n  Pass --thinking on" in capsys.readouterr().err
-    assert ppo.main([*ROUND.split(), *given, "--adapter", str(taught)]) == 1
+    assert ppo.main([*ROUND.split(), *given, "--adapter", str(taught), "--thinking", "off"]) == 1
     told = capsys.readouterr().err
     assert f"{taught} was trained on --thinking on (here auto)" in told and "\n  Pass --thinking on" in told
 

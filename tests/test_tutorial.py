@@ -34,6 +34,18 @@ def test_every_command_of_the_tutorial_is_understood(line):
     resolve(name, SETTINGS[name], arguments)
 
 
+def test_the_script_that_writes_the_notes_runs_twice(tmp_path, monkeypatch):
+    """The second time, the folder of the notes was a FileExistsError."""
+    monkeypatch.chdir(tmp_path)
+    (script,) = (block for kind, block in BLOCKS if kind == "python")
+    first = None
+    for _ in range(2):
+        exec(script, {})
+        written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert first in (None, written) and {"B.md", "my-train.jsonl", "public.jsonl"} <= written.keys()
+        first = written
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

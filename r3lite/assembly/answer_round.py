@@ -17,7 +17,7 @@ from r3lite.core.spans import Stopwatch
 from r3lite.datasets.sources import protocols_of
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.base import Algorithm
-from r3lite.rl.refill import has_variance
+from r3lite.rl.refill import groups_with_variance
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
@@ -46,7 +46,7 @@ class AnswerRound(Round):
         """
         episodes = [sequence.episode() for sequence in self.drawn]
         return super().metrics() | {
-            "searches": statistics.fmean(episode.searches for episode in episodes),
+            "searches": statistics.fmean(episode.search_count for episode in episodes),
             "contexts/episodes": len(episodes),
             "contexts/recall": statistics.fmean(episode.recall or 0.0 for episode in episodes),
             "contexts/full_recall": statistics.fmean(map(is_context, self.drawn)),
@@ -63,7 +63,7 @@ class AnswerSampler(RoundSampler):
         super().__post_init__()
         self.order = replace(self.order, generations=1)  # one whole episode of each question
 
-    def sample_round(self, number: int, watch: Stopwatch) -> AnswerRound:
+    def sample_stages(self, number: int, watch: Stopwatch) -> AnswerRound:
         """Samples and scores the ends of a round's contexts; `watch` times its stages."""
         rl = self.config.rl
         with watch.stage("contexts"):
@@ -78,14 +78,13 @@ class AnswerSampler(RoundSampler):
             ends = self.sample_episodes(self.engine.end_again, starts, seeds)
         with watch.stage("score"):
             groups = [i // rl.num_generations for i in range(len(ends))]
-            scored = self.scored(number, ends, groups)
-        learned_groups = {group for group, rewards in enumerate(scored.rewards()) if has_variance(rewards)}
+            this_round = self.score(number, ends, groups)
         metrics = self.cache.metrics() if self.cache else {}
         return AnswerRound(
             sequences=ends,
-            scored=scored.scored,
+            rewards=this_round.rewards,
             groups=groups,
-            learned_groups=learned_groups,
+            learned_groups=groups_with_variance(this_round.signals()),
             extra_metrics=metrics,
             drawn=drawn,
         )
@@ -152,7 +151,7 @@ def check(config: PpoConfig) -> None:
         raise UsageError(
             "--learn answer needs retrieved documents, but --retriever is none", code="answers-without-documents"
         )
-    if not any(protocol.searches for protocol in protocols_of(config.protocol, config.mixture).values()):
+    if not any(protocol.can_search for protocol in protocols_of(config.protocol, config.mixture).values()):
         raise UsageError(
             f"--learn answer needs a --format that searches, which {config.protocol.format} does not",
             code="answers-without-searches",

@@ -83,7 +83,7 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
     procedures, if there are any."""
     settings = config.retrieval
     protocol = build_protocol(config.protocol)
-    if not protocol.searches:
+    if not protocol.can_search:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":
         raise UsageError(
@@ -99,10 +99,13 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
 
 
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:
-    """Says what is wrong with the last step of an episode without an answer; `faults` are the protocol's."""
+    """Returns why an episode has no answer: the faults of its last step, in the words of the protocol's `faults`.
+
+    Without a fault it is the length limit.
+    """
     problems = []
     if episode.steps:
-        problems = [faults[fault] for fault in episode.steps[-1].faults]
+        problems = [faults[name] for name in episode.steps[-1].faults]
     if not problems:
         problems = ["had no room left within --max-length"]
     return f"step {len(episode.steps)} {', '.join(problems)}"

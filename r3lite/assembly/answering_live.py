@@ -127,7 +127,7 @@ class LiveAnswers:
         protocol = build_protocol(config.protocol)
         folders = adapters_of(config)
         plan = plan_lanes(config)
-        searches = protocol.searches and config.retrieval.retriever != "none"
+        searches = protocol.can_search and config.retrieval.retriever != "none"
         self.modes = modes_of(config, folders, searches)
         self.adapters = list(folders)
         folder = weights.resolve_folder(config.model.model)

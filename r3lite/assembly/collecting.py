@@ -111,7 +111,7 @@ def collect_from_model(
         )
 
         def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
-            return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]
+            return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve, "sampling")]
 
         harvest.gather(sample, config, protocol)
     return harvest.tally(episodes_per_question)

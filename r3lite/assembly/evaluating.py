@@ -94,7 +94,7 @@ def judged(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:
     means = {}
     if episode.steps:
         means["reasoning_accuracy"] = coherence(episode, verdict)
-    if episode.searches:
+    if episode.search_count:
         means["query_rationality"] = query_rationality(episode, verdict)
     return replace(marks, judged=verdict.correct, means=marks.means | means)
 

@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from r3lite.assembly.policy import check_base, warn_of_other_format
 from r3lite.core.files import PART, move, shipped, write_text
+from r3lite.core.inherited import settings_of
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import chats
@@ -25,9 +25,9 @@ from r3lite.models.projections import Nf4Linear
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
+from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings
 from r3lite.settings.common import budget_bytes
-from r3lite.training.earlier_run import result_of_run, settings_of
+from r3lite.training.earlier_run import result_of_run
 
 TRAINED = "trained"  # the adapter's name
 REREAD = "written"  # the name of the adapter that is read back
@@ -46,10 +46,9 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     run_folders = [result_of_run(settings.model, adapter) for adapter in adapters]
     runs = [settings_of(run_folder) for run_folder in run_folders if run_folder]
     run = in_common(runs)
-    protocol_settings = as_trained(config.protocol, run)
     for adapter in adapters:
-        warn_of_other_format(adapter, replace(config, protocol=protocol_settings))
-    protocol = build_protocol(protocol_settings)
+        warn_of_other_format(adapter, config)
+    protocol = build_protocol(config.protocol)
     tokenizer = Tokenizer.load(folder, run.get("thinking", "auto"))
     layout = Layout(tokenizer, protocol, LengthSettings())
     prompts = read_prompts(settings, layout)
@@ -81,7 +80,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         text = card(
             facts,
             protocol=protocol,
-            format=protocol_settings.format,
+            format=config.protocol.format,
             tokenizer=tokenizer,
         )
         write_text(unfinished / CARD, text)
@@ -180,15 +179,6 @@ def parity(logits: Tensor, logits_of_copy: Tensor) -> tuple[float, float, int]:
     difference = (logits - logits_of_copy).abs()
     same_token = (logits.argmax(-1) == logits_of_copy.argmax(-1)).sum()
     return difference.max().item(), difference.mean().item(), int(same_token)
-
-
-def as_trained(settings: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
-    """Returns the step format and the prompts of a run, where the settings have the defaults."""
-    changes = {}
-    for name, default in vars(ProtocolSettings()).items():
-        if name in run and getattr(settings, name) == default:
-            changes[name] = None if run[name] == "none" else run[name]
-    return replace(settings, **changes)
 
 
 def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: Layout, output: Path) -> CausalLM:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from r3lite.core.cache import CLEAR, size_of
 from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer, sweep
 from r3lite.core.grant import Grant
+from r3lite.core.inherited import ADAPTER, MODEL, settings_of
 from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
@@ -35,8 +37,7 @@ from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, Optimiz
 from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
-from r3lite.training.checkpoint import ADAPTER, MODEL
-from r3lite.training.earlier_run import result_of_run, settings_of
+from r3lite.training.earlier_run import result_of_run
 from r3lite.training.state import Stateful, TrainState
 
 # Names of the adapters.
@@ -69,7 +70,7 @@ class Policy:
     critic: ValueHead | None = None
     fingerprint: str | None = None  # of the base, to be saved with the adapter
     ranks: Ranks = ALONE
-    full: FullTuning | None = None  # of all weights
+    full_tuning: FullTuning | None = None  # None: an adapter is trained
     folder: Path | None = None  # of the base
 
     def train_state(
@@ -97,8 +98,8 @@ class Policy:
             optimizer=self.optimizer,
             precision=self.precision,
             max_grad_norm=settings.max_grad_norm,
-            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full else save_adapter,
-            result=MODEL if self.full else ADAPTER,
+            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full_tuning else save_adapter,
+            result=MODEL if self.full_tuning else ADAPTER,
             data=data,
             inputs=inputs,
             facts=facts,
@@ -242,7 +243,7 @@ def _train_all(
         precision,
         grant,
         optimizer=optimizer,
-        full=FullTuning(model, apply),
+        full_tuning=FullTuning(model, apply),
         folder=folder,
     )
 
@@ -292,7 +293,7 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
-    the settings of a command have, as far as its run folder says."""
+    the settings of a command have, as far as its run folder says. Raises R3LiteError for another --format."""
     settings = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
     trained = result_of_run(settings["model"], adapter)
     recorded = settings_of(trained) if trained is not None else {}
@@ -306,6 +307,12 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     differences = []
     learned_formats = _formats(trained_settings)
     new_formats = _formats(settings) - learned_formats
+    if new_formats and learned_formats and "format" in config.set_by_user:
+        raise R3LiteError(
+            f"{trained} was trained on --format {', '.join(sorted(learned_formats))}, not {', '.join(new_formats)}",
+            "Remove --format, or pass another adapter.",
+            code="format-differs",
+        )
     if new_formats:
         here = ", ".join(new_formats)
         if learned_formats:
@@ -415,7 +422,8 @@ def _load(
         with sole_writer(cached, folder=False):
             sweep(cached)  # of a kill: as large as the weights
             saving.save_nf4(model, folder, cached)
-        print(f"cached the quantized weights in {cached}", file=sys.stderr)
+        size = f"{size_of(cached) / 1e6:,.0f} MB"
+        print(f"cached the quantized weights in {cached}: {size}; to remove: {CLEAR}", file=sys.stderr)
     except (OSError, R3LiteError) as error:  # a full disk costs the next start some seconds, not this run
         message = str(error).splitlines()[0]
         print(f"warning: cannot cache the quantized weights in {cached}: {message}", file=sys.stderr)

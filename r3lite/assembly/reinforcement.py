@@ -92,8 +92,10 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        has_pass = isinstance(self.teacher, teacher.TeacherInTurns)  # a cached teacher runs no model
-        rl_setup.rehearse(self.learner, self.teacher.batch if has_pass else None)
+        add_teacher = None
+        if isinstance(self.teacher, teacher.TeacherInTurns):  # a cached teacher runs no model
+            add_teacher = self.teacher.batch
+        rl_setup.rehearse(self.learner, add_teacher)
 
     def explain_overflow(self) -> str:
         """Returns which layer overflowed first in the last micro-batch."""
@@ -144,7 +146,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     held_out = read_held_out(config, questions)
     traces = rl_guidance.traces_of(config)
     replay = rl_guidance.build_buffer(config)
-    parts: dict[str, Stateful] = {"guard": guard}
+    parts: dict[str, Stateful] = {"guard": guard}  # of checkpoints
     if replay:
         parts["replay"] = replay
     engine, learner, state = rl_setup.build_learning(
@@ -154,7 +156,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         traces=traces,
         spans=spans,
         ranks=ranks,
-        **parts,
+        parts=parts,
     )
     validation = build_validation(config, held_out, engine=engine, retrieve=retrieve, ranks=ranks)
     guidance = rl_guidance.build_guidance(
@@ -220,10 +222,10 @@ def read_questions(config: PpoConfig) -> list[Question]:
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:
     """Returns the setup of the retriever, for the questions whose protocols search; for all if none does."""
     protocols = protocols_of(config.protocol, config.mixture)
-    searching = [question for question in questions if protocols[question.source].searches]
+    with_searches = [question for question in questions if protocols[question.source].can_search]
     return Setup(
         config.retrieval,
-        searching or questions,
+        with_searches or questions,
         config.common.seed,
         skip_bad_rows=config.data.skip_bad_rows,
     )
@@ -261,7 +263,7 @@ def check_searches(config: PpoConfig) -> None:
             f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}",
             code="searches-beyond-hops",
         )
-    if any(protocol.searches for protocol in protocols_in_use):
+    if any(protocol.can_search for protocol in protocols_in_use):
         return
     searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:

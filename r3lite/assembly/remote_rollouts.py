@@ -32,8 +32,8 @@ from r3lite.training.state import TrainState
 
 def add_values(learner: Learner, sequences: list[Sequence]) -> None:
     """Gives episodes the values of the critic, which did not run when they were sampled."""
-    batch = Batch.of([Rollout(sequence, rewards=[], group=0) for sequence in sequences])
-    values = learner.grant.attempt("update", state_values, learner, batch)
+    batch = Batch.of([Rollout(sequence, token_rewards=[], group=0) for sequence in sequences])
+    values = learner.grant.run_within_memory("update", state_values, learner, batch)
     for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
         sequence.values = row_values[mask].tolist()
 
@@ -44,7 +44,7 @@ def state_values(learner: Learner, batch: Batch) -> torch.Tensor:
     values = torch.zeros_like(batch.values)
     with learner.precision.autocast():
         for rows in learner.micro_batches(batch):
-            part = batch.rows(rows)
+            part = batch.select(rows)
             hidden, _ = action_states(learner.model, part)
             values[rows] = part.spread(learner.value_head(hidden).float().cpu())
     return values

@@ -19,7 +19,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights
-from r3lite.rewards.reward import Scored, highest_outcome, outcome_share, score_all
+from r3lite.rewards.reward import EpisodeReward, highest_outcome, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.replay import ReplayBuffer
@@ -89,20 +89,20 @@ def usable_traces(
     matched = _matched_traces(traces, questions, layout)
     fitting = [match for match in matched if match.row is not None]
     episodes = [Episode(match.question, list(match.trace.steps), ANSWERED) for match in fitting]
-    scored = score_all(episodes, config.reward, judge)
+    rewards = score_all(episodes, config.reward, judge)
     missing = 0
     wrong = 0
     best: dict[str, Rollout] = {}  # by the question's id
-    for match, rewards in zip(fitting, scored, strict=True):
-        if rewards is None:
+    for match, reward in zip(fitting, rewards, strict=True):
+        if reward is None:
             missing += 1
             continue
-        if outcome_share(rewards, config.reward) < config.rl.trace_min_outcome:
+        if outcome_share(reward, config.reward) < config.rl.trace_min_outcome:
             wrong += 1
             continue
         id = match.question.id
-        if id not in best or rewards.total > best[id].total:
-            best[id] = _off_policy(match.row, rewards)
+        if id not in best or reward.total > best[id].total:
+            best[id] = _off_policy(match.row, reward)
     texts = {_normalized(question.text) for question in questions}
     reasons = {
         "have no question in --data": sum(_normalized(trace.question) not in texts for trace in traces),
@@ -143,10 +143,10 @@ def _normalized(text: str) -> str:
     return " ".join(text.split())
 
 
-def _off_policy(row: Row, rewards: Scored) -> Rollout:
+def _off_policy(row: Row, reward: EpisodeReward) -> Rollout:
     """Returns a trace as an off-policy rollout without a group."""
-    rollout = Rollout.with_final_reward(row, reward=rewards.total, group=0)
-    return replace(rollout, off_policy=True, signal=rewards.signal)
+    rollout = Rollout.with_final_reward(row, reward=reward.total, group=0)
+    return replace(rollout, off_policy=True, signal=reward.signal)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Guidance:
         self,
         number: int,
         groups: list[str],
-        rewarded: Iterable[tuple[Rollout, Scored]],
+        rewarded: Iterable[tuple[Rollout, EpisodeReward]],
         replayed: list[str],
     ) -> tuple[list[Rollout], dict[str, float]]:
         """Returns the off-policy episodes of round `number`, and metrics of them; adds the round's successes to the
@@ -218,12 +218,12 @@ class Guidance:
         self,
         groups: list[str],
         questions: list[str],
-        rewarded: Iterable[tuple[Rollout, Scored]],
+        rewarded: Iterable[tuple[Rollout, EpisodeReward]],
     ) -> dict[str, list[tuple[Rollout, bool]]]:
         """Returns the rewarded episodes of each question, each with whether it succeeded."""
         outcomes: dict[str, list[tuple[Rollout, bool]]] = {id: [] for id in questions}
-        for rollout, scored in rewarded:
-            succeeded = outcome_share(scored, self.config.reward) >= self.config.rl.replay_min_outcome
+        for rollout, reward in rewarded:
+            succeeded = outcome_share(reward, self.config.reward) >= self.config.rl.replay_min_outcome
             outcomes[groups[rollout.group]].append((rollout, succeeded))
         return outcomes
 

@@ -4,10 +4,9 @@ Some settings add to that: off-policy episodes (`rl_guidance`), other ends of fa
 place of those without variance.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Protocol
 
 from r3lite.assembly.rl_guidance import Guidance
@@ -20,10 +19,10 @@ from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.registry import changing_weights, settings_of_round
-from r3lite.rewards.reward import Scored, score_all
+from r3lite.rewards.reward import EpisodeReward, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
-from r3lite.rl.refill import Rewards, has_variance, refill
+from r3lite.rl.refill import Signals, groups_with_variance, has_variance
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 
@@ -44,7 +43,7 @@ class Round:
     """
 
     sequences: list[Sequence]
-    scored: list[Scored | None]  # rewards; None: the reward is missing
+    rewards: list[EpisodeReward | None]  # None: the reward is missing
     groups: list[int]  # the episodes of one question have the same
     expanded: dict[int, Expansion] = field(default_factory=dict)  # by the index of the expanded episode
     learned_groups: set[int] | None = None  # groups that are learned from; None: all
@@ -56,7 +55,7 @@ class Round:
         return replace(
             self,
             sequences=[*self.sequences, *new.sequences],
-            scored=[*self.scored, *new.scored],
+            rewards=[*self.rewards, *new.rewards],
             groups=[*self.groups, *new.groups],
         )
 
@@ -69,27 +68,27 @@ class Round:
         """The number of tokens of all episodes, of prompts and documents too."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
-    def rewards(self) -> Rewards:
-        """Returns what tells the episodes of each group apart (Scored.signal), in the order of the groups' numbers."""
-        signals: dict[int, list[float | None]] = {}
-        for group, scored in zip(self.groups, self.scored, strict=True):
-            signal = None if scored is None else scored.signal
-            signals.setdefault(group, []).append(signal)
-        return [signals[group] for group in sorted(signals)]
+    def signals(self) -> Signals:
+        """Returns EpisodeReward.signal of each group's episodes, in the order of the groups' numbers."""
+        by_group: dict[int, list[float | None]] = {}
+        for group, reward in zip(self.groups, self.rewards, strict=True):
+            signal = None if reward is None else reward.signal
+            by_group.setdefault(group, []).append(signal)
+        return [by_group[group] for group in sorted(by_group)]
 
     def metrics(self) -> dict[str, float | None]:
         """Returns means over the episodes without the expanded ones, which were selected by their rewards."""
         drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
         sequences = [self.sequences[i] for i in drawn]
-        scored = [self.scored[i] for i in drawn]
+        rewards = [self.rewards[i] for i in drawn]
         groups = [self.groups[i] for i in drawn]
         metrics = round_metrics(
             [sequence.episode() for sequence in sequences],
-            scored,
+            rewards,
             turns=[sampled_turns(sequence) for sequence in sequences],
             logprobs=[sequence.logprobs for sequence in sequences],
         )
-        metrics |= mixed_groups(scored, groups)
+        metrics |= mixed_groups(rewards, groups)
         return metrics | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
@@ -98,7 +97,7 @@ class Round:
         learned = None
         if self.learned_groups is not None:
             learned = [group in self.learned_groups for group in self.groups]
-        records = episode_records(number, episodes, self.scored, learned=learned)
+        records = episode_records(number, episodes, self.rewards, learned=learned)
         for i, expansion in self.expanded.items():
             records[i]["expanded"] = {"from": expansion.origin, "steps": expansion.steps}
         return records
@@ -112,13 +111,13 @@ class Round:
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
         """Returns the episodes to learn from as numbers, the off-policy ones behind all others.
 
-        Those without a reward are left out: a missing reward is not 0. `failed_below`: see Scored.failed.
+        Those without a reward are left out: a missing reward is not 0. `failed_below`: see EpisodeReward.failed.
         """
         rollouts = []
-        for sequence, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
+        for sequence, reward, group in zip(self.sequences, self.rewards, self.groups, strict=True):
             is_learned = self.learned_groups is None or group in self.learned_groups
-            if scored is not None and is_learned:
-                rollout = to_rollout(sequence, scored, group=group, failed_below=failed_below)
+            if reward is not None and is_learned:
+                rollout = to_rollout(sequence, reward, group=group, failed_below=failed_below)
                 rollouts.append(rollout)
         groups = {rollout.group for rollout in rollouts}
         off_policy = [rollout for rollout in self.off_policy if rollout.group in groups]
@@ -137,21 +136,22 @@ def sampled_turns(sequence: Sequence) -> list[list[int]]:
 
 def to_rollout(
     sequence: Sequence,
-    scored: Scored,
+    reward: EpisodeReward,
     group: int,
     failed_below: float | None,
 ) -> Rollout:
-    """Returns an episode with its rewards as numbers."""
-    # The steps before an end that was sampled again are not sampled here, and pay nothing.
-    step_rewards = zip(sequence.step_ends, scored.steps)
-    rewards = [(end, reward) for end, reward in step_rewards if sequence.action_mask[end]]
+    """Returns an episode with the reward of each step at the step's last token."""
+    token_rewards = []
+    for step_end, step_reward in zip(sequence.step_ends, reward.by_step):
+        if sequence.action_mask[step_end]:  # with --learn answer only the last step is sampled, and rewarded
+            token_rewards.append((step_end, step_reward))
     return Rollout(
         record=sequence,
-        rewards=rewards,
+        token_rewards=token_rewards,
         group=group,
         cut_off=sequence.finish == CUT_OFF,
-        failed=scored.failed(failed_below),
-        signal=scored.signal,
+        failed=reward.failed(failed_below),
+        signal=reward.signal,
     )
 
 
@@ -216,43 +216,43 @@ class RoundSampler:
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Samples and scores round `number`, from 1; `watch` times its stages."""
         self.engine.begin_round(number, self.retrieve)
-        sampled = self.sample_round(number, watch)
+        this_round = self.sample_stages(number, watch)
         if self.add_values:
             with watch.stage("values"):
-                self.add_values(sampled.sequences)
+                self.add_values(this_round.sequences)
         metrics = self.engine.end_round(number, self.retrieve)
-        return sampled.with_metrics(metrics)
+        return this_round.with_metrics(metrics)
 
-    def sample_round(self, number: int, watch: Stopwatch) -> Round:
-        """Samples and scores a round with the weights that the engine has."""
+    def sample_stages(self, number: int, watch: Stopwatch) -> Round:
+        """Takes the stages of a round one after the other, with the weights that the engine has."""
         rl = self.config.rl
         questions, seeds = self.order.of_round(number, rl.batch_size)
-        replayed: list[str] = []
+        replayed_ids: list[str] = []
         if self.guidance:
-            replayed = self.guidance.replayed(number)
-            questions = self.guidance.with_replayed(questions, replayed)
+            replayed_ids = self.guidance.replayed(number)
+            questions = self.guidance.with_replayed(questions, replayed_ids)
         with watch.stage("rollout"):
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
         with watch.stage("score"):
             groups = [i // rl.num_generations for i in range(len(sequences))]
-            sampled = self.scored(number, sequences, groups)
-            sampled = sampled.with_metrics(changing_weights(self.config.reward, number))
+            this_round = self.score(number, sequences, groups)
+            this_round = this_round.with_metrics(changing_weights(self.config.reward, number))
         if self.guidance:
             with watch.stage("guide"):
-                sampled = self._guided(number, sampled, questions=questions, replayed=replayed)
+                this_round = self.with_off_policy(number, this_round, questions=questions, replayed_ids=replayed_ids)
         if rl.expand_limit:
             with watch.stage("expand"):
-                sampled = self._expanded(number, sampled)
+                this_round = self.expanded(number, this_round)
         if rl.refill_limit:
             with watch.stage("refill"):
-                sampled = self._refilled(number, sampled)
+                this_round = self.refilled(number, this_round)
         if self.cache:
-            sampled = sampled.with_metrics(self.cache.metrics())
-        return sampled
+            this_round = this_round.with_metrics(self.cache.metrics())
+        return this_round
 
     def sample_episodes(self, run: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
-        """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part; see `sample`."""
-        return sample(
+        """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part; see `run_on_ranks`."""
+        return run_on_ranks(
             self.engine,
             self.ranks,
             run=run,
@@ -261,88 +261,96 @@ class RoundSampler:
             retrieve=self.retrieve,
         )
 
-    def scored(self, number: int, sequences: list[Sequence], groups: list[int]) -> Round:
+    def score(self, number: int, sequences: list[Sequence], groups: list[int]) -> Round:
         """Returns the episodes with their rewards by the weights of round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        scored = self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
-        return Round(sequences, scored, groups)
+        rewards = self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
+        return Round(sequences, rewards, groups)
 
-    def _guided(
+    def with_off_policy(
         self,
         number: int,
-        sampled: Round,
+        this_round: Round,
         questions: list[Question],
-        replayed: list[str],
+        replayed_ids: list[str],
     ) -> Round:
         """Returns the round with the off-policy episodes of its groups."""
         group_questions = [question.id for question in questions[:: self.config.rl.num_generations]]
-        rewards = [scored for scored in sampled.scored if scored is not None]
-        rewarded = zip(sampled.rollouts(), rewards, strict=True)
+        rewards = [reward for reward in this_round.rewards if reward is not None]
+        rewarded = zip(this_round.rollouts(), rewards, strict=True)
         off_policy, metrics = self.guidance.join(
             number,
             group_questions,
             rewarded=rewarded,
-            replayed=replayed,
+            replayed=replayed_ids,
         )
-        return replace(sampled, off_policy=off_policy).with_metrics(metrics)
+        return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
-    def _expanded(self, number: int, sampled: Round) -> Round:
+    def expanded(self, number: int, this_round: Round) -> Round:
         """Returns the round with another end for some episodes that failed halfway.
 
         This is grounded expansion (arXiv 2601.21699).
         """
-        expansions = near_misses(sampled)[: self.config.rl.expand_limit]
+        expansions = near_misses(this_round)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
         groups = []
         for expansion in expansions:
             origin = expansion.origin
-            starts.append((sampled.sequences[origin], expansion.steps))
+            starts.append((this_round.sequences[origin], expansion.steps))
             seeds.append(f"{self.config.common.seed}/expand {number}/{origin}")
-            groups.append(sampled.groups[origin])
+            groups.append(this_round.groups[origin])
         sequences = self.sample_episodes(self.engine.continue_from, starts, seeds)
-        new = self.scored(number, sequences, groups)
-        extended = sampled.extended(new)
+        new = self.score(number, sequences, groups)
+        extended = this_round.extended(new)
         shared_tokens = 0
         for sequence, steps in starts:
             last_end = sequence.step_ends[steps - 1]
             shared_tokens += sum(sequence.action_mask[: last_end + 1])
         action_tokens = sum(sum(sequence.action_mask) for sequence in sequences)
-        solved = sum(scored is not None and scored.right for scored in new.scored)
+        solved = sum(reward is not None and reward.right for reward in new.rewards)
         metrics = {
             "expand/episodes": len(sequences),
             "expand/solved": solved,
             "expand/shared_tokens": shared_tokens,  # action tokens that were not sampled again
             "expand/new_tokens": action_tokens - shared_tokens,
-            "expand/zero_std_before": _without_variance(sampled.rewards()),
-            "expand/zero_std_after": _without_variance(extended.rewards()),
+            "expand/zero_std_before": _share_without_variance(this_round.signals()),
+            "expand/zero_std_after": _share_without_variance(extended.signals()),
         }
-        first_index = len(sampled.sequences)
+        first_index = len(this_round.sequences)
         expanded = {first_index + i: expansion for i, expansion in enumerate(expansions)}
         return replace(extended, expanded=expanded).with_metrics(metrics)
 
-    def _refilled(self, number: int, sampled: Round) -> Round:
-        """Returns the round with further groups in place of those without variance."""
+    def refilled(self, number: int, this_round: Round) -> Round:
+        """Returns the round with further groups in place of those without variance, which are not learned from.
+
+        Each attempt samples as many groups as still lack variance, so that never more groups are learned from than the
+        round had (dynamic sampling, see rl/refill.py).
+        """
         rl = self.config.rl
-        used = {sequence.question.id for sequence in sampled.sequences}
-
-        def sample_groups(attempt: int, count: int) -> Rewards:
-            nonlocal sampled
-            questions, seeds = self.order.of_refill(number, attempt, size=count, used=used)
+        group_count = len(this_round.signals())
+        learned_groups = groups_with_variance(this_round.signals())
+        attempt = 0
+        while len(learned_groups) < group_count and attempt < rl.refill_limit:
+            attempt += 1
+            missing_groups = group_count - len(learned_groups)
+            used = {sequence.question.id for sequence in this_round.sequences}
+            questions, seeds = self.order.of_refill(number, attempt, size=missing_groups, used=used)
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
-            used.update(sequence.question.id for sequence in sequences)
-            next_group = max(sampled.groups) + 1
+            next_group = max(this_round.groups) + 1
             groups = [next_group + i // rl.num_generations for i in range(len(sequences))]
-            new = self.scored(number, sequences, groups)
-            sampled = sampled.extended(new)
-            return new.rewards()
+            this_round = this_round.extended(self.score(number, sequences, groups))
+            learned_groups = groups_with_variance(this_round.signals())
+        metrics = {
+            "refill/attempts": attempt,
+            "refill/groups": len(this_round.signals()),
+            "refill/kept": len(learned_groups),
+        }
+        return replace(this_round, learned_groups=learned_groups).with_metrics(metrics)
 
-        learned_groups, metrics = refill(sampled.rewards(), sample_groups, rl.refill_limit)
-        return replace(sampled, learned_groups=learned_groups).with_metrics(metrics)
 
-
-def sample(
+def run_on_ranks(
     engine: RolloutEngine,
     ranks: Ranks,
     run: Callable,
@@ -360,36 +368,53 @@ def sample(
     stop = len(seeds) * (ranks.rank + 1) // ranks.size
     rank_starts = starts[first:stop]
     rank_seeds = seeds[first:stop]
-    sampled = engine.grant.attempt("sample", run, rank_starts, rank_seeds, retrieve)
-    return [sequence for sequences in ranks.gather(sampled) for sequence in sequences]
+    rank_sequences = engine.grant.run_within_memory("sample", run, rank_starts, rank_seeds, retrieve)
+    return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
 
 
-def near_misses(sampled: Round) -> list[Expansion]:
+@dataclass(frozen=True)
+class NearMiss:
+    """An episode that failed although one of its steps, a useful one, retrieved a gold paragraph that was new."""
+
+    index: int  # of the episode in its round
+    group: int
+    gold_count: int  # gold paragraphs that its steps retrieved
+    last_useful_step: int  # its number, from 1
+
+
+def near_misses(this_round: Round) -> list[Expansion]:
     """Returns the episodes of a round to sample another end for, best first, each from its last useful step.
 
-    A step is useful if it retrieved a new gold paragraph. The episodes have one and failed all the same. Groups without
-    variance come first. Within these and within the groups with variance, first the episode of each group that
-    retrieved most gold paragraphs, then the second of each, and so on.
+    Groups without variance come first. Within these and within the groups with variance, first the episode of each
+    group that retrieved most gold paragraphs, then the second of each, and so on.
     """
-    has_varied_rewards = [has_variance(rewards) for rewards in sampled.rewards()]
-    candidates = []
-    for i, scored in enumerate(sampled.scored):
-        sequence = sampled.sequences[i]
-        new_gold = sequence.episode().new_gold()  # of each step
-        useful_steps = [step for step, paragraphs in enumerate(new_gold, 1) if paragraphs]
-        if useful_steps and scored is not None and not scored.right:
-            gold_count = sum(map(len, new_gold))
-            candidates.append((sampled.groups[i], -gold_count, i, useful_steps[-1]))
-    episodes_of_group: Counter[int] = Counter()  # so far
-    order = []
-    for group, _, origin, steps in sorted(candidates):
-        rank_in_group = episodes_of_group[group]
-        episodes_of_group[group] += 1
-        order.append((has_varied_rewards[group], rank_in_group, origin, steps))
-    return [Expansion(origin, steps) for _, _, origin, steps in sorted(order)]
+    by_group: dict[int, list[NearMiss]] = {}
+    for i, reward in enumerate(this_round.rewards):
+        new_gold = this_round.sequences[i].episode().new_gold()
+        useful_steps = [number for number, paragraphs in enumerate(new_gold, 1) if paragraphs]
+        if useful_steps and reward is not None and not reward.right:
+            near_miss = NearMiss(
+                index=i,
+                group=this_round.groups[i],
+                gold_count=sum(map(len, new_gold)),
+                last_useful_step=useful_steps[-1],
+            )
+            by_group.setdefault(near_miss.group, []).append(near_miss)
+    place_in_group: dict[int, int] = {}  # by the index of the episode
+    for candidates in by_group.values():
+        best_first = sorted(candidates, key=lambda near_miss: -near_miss.gold_count)  # of equal ones the first stays
+        for place, near_miss in enumerate(best_first):
+            place_in_group[near_miss.index] = place
+    varied_groups = groups_with_variance(this_round.signals())
+
+    def order(near_miss: NearMiss) -> tuple[bool, int, int]:
+        return near_miss.group in varied_groups, place_in_group[near_miss.index], near_miss.index
+
+    ordered = sorted(chain.from_iterable(by_group.values()), key=order)
+    return [Expansion(near_miss.index, near_miss.last_useful_step) for near_miss in ordered]
 
 
-def _without_variance(rewards: Rewards) -> float:
-    """Returns the share of the groups whose rewards are all equal."""
-    count = sum(not has_variance(group) for group in rewards)
-    return count / len(rewards)
+def _share_without_variance(signals: Signals) -> float:
+    """Returns the share of the groups whose signals are all equal."""
+    count = sum(not has_variance(group_signals) for group_signals in signals)
+    return count / len(signals)

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 
 from tqdm import tqdm
 
@@ -54,7 +55,7 @@ def build_learning(
     traces: Sequence[Trajectory] = (),
     spans: Spans = NO_SPANS,
     ranks: Ranks = ALONE,
-    **parts: Stateful,
+    parts: Mapping[str, Stateful] = MappingProxyType({}),
 ) -> tuple[Engine, Learner, TrainState]:
     """Returns the engine that samples, the learner, and the state that checkpoints hold, with `parts` in it.
 
@@ -287,7 +288,7 @@ def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
     """Returns the limits of episodes of these protocols: without a search among them there are no retrievals."""
-    if any(protocol.searches for protocol in protocols.values()):
+    if any(protocol.can_search for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)
 

@@ -179,7 +179,7 @@ class RolloutService:
         for sequence in sequences:
             if not sequence.tokens:
                 engine.layout_of(sequence).open(sequence)
-        sequences = engine.grant.attempt("sample", engine.finish, sequences, self.retrieve)
+        sequences = engine.grant.run_within_memory("sample", engine.finish, sequences, self.retrieve)
         episodes = [sequence_to_json(sequence) | {"adapter": self.version} for sequence in sequences]
         return {"episodes": episodes}
 
@@ -198,7 +198,7 @@ def build_service(config: RolloutWorkerConfig, token: str | None = None) -> Roll
     questions: list[Question] = []
     if data.data or config.mixture.sources:
         questions = read_questions_of(data, config.mixture)
-    searching = [question for question in questions if protocols[question.source].searches]
+    searching = [question for question in questions if protocols[question.source].can_search]
     setup = Setup(
         config.retrieval,
         searching or questions,

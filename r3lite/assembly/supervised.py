@@ -85,9 +85,9 @@ class SFTTrainer:
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
-                shares = self.policy.grant.attempt("update", self.add_gradients, rows)
+                rank_shares = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()
-        losses = sum_by_name(self.ranks.gather(shares))
+        losses = sum_by_name(self.ranks.gather(rank_shares))
         record = means_by_source("loss", losses, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
@@ -99,21 +99,24 @@ class SFTTrainer:
     def rehearse(self) -> None:
         """Computes the gradients of the run's largest micro-batch, and drops them."""
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
-        if self.ranks.size == 1:  # otherwise each rank takes its share of all the longest rows
+        if self.ranks.size == 1:  # several ranks run all of these rows, each its share
             rows = max(self.micro_batches(rows), key=count_tokens)
         self.policy.model.train()
-        full = self.policy.full
-        with self.policy.grant.rehearsal(), full.rehearsal() if full else nullcontext():
-            self.policy.grant.attempt("update", self.add_gradients, rows)
+        drops_gradients = nullcontext()
+        if self.policy.full_tuning:
+            drops_gradients = self.policy.full_tuning.rehearsal()
+        with self.policy.grant.rehearsal(), drops_gradients:
+            self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Accumulates the gradients of the mean loss over a step's rows; returns the share of each source in that mean.
+        """Accumulates the gradients of the mean loss over the rows of a step, of which this rank runs its share.
 
-        The sum of losses of a micro-batch is divided by the trained tokens of all rows of the step, on all ranks.
+        Returns what each source of rows adds to that mean on this rank: the loss of a micro-batch, divided by the
+        trained tokens of all rows of the step, on all ranks.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
-        if self.policy.full and len(micro_batches) > 1:  # each pass changes the weights
+        if self.policy.full_tuning and len(micro_batches) > 1:  # each pass changes the weights
             passes = len(micro_batches)
             cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
             raise R3LiteError(
@@ -130,11 +133,11 @@ class SFTTrainer:
         return {source: loss.to("cpu", non_blocking=True) for source, loss in shares.items()}
 
     def _backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss, or with all weights trained takes the update as well."""
+        """Adds the gradients of a loss; in full fine-tuning it updates the weights instead, layer by layer."""
         try:
             self.policy.precision.backward(loss)
-            if self.policy.full:
-                self.policy.full.finish()
+            if self.policy.full_tuning:
+                self.policy.full_tuning.apply_last()
         except torch.OutOfMemoryError as error:
             if not self.policy.precision.changed_weights:
                 raise  # it can be tried again
@@ -150,8 +153,8 @@ class SFTTrainer:
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad = None
-            if self.policy.full and torch.is_grad_enabled():
-                head_grad = self.policy.full.head_gradient()[: self.vocabulary]
+            if self.policy.full_tuning and torch.is_grad_enabled():
+                head_grad = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
                 hidden,
                 head_weight=model.head_weight[: self.vocabulary],  # [V, C]
@@ -180,7 +183,8 @@ class SFTTrainer:
 
     def validation_losses(self) -> dict[str, float]:
         """Returns the mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
-        sums = sum_by_name(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
+        rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
+        sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
         shares = {source: loss / total for source, loss in sums.items()}

@@ -88,7 +88,7 @@ class TeacherInTurns:
         tokens = batch.token_rows()
         share = ranks.share([len(tokens[row]) for row in failed_rows])
         rows = [failed_rows[i] for i in share]
-        distributions = self.learner.grant.attempt("update", self.read, batch.rows(rows))
+        distributions = self.learner.grant.run_within_memory("update", self.read, batch.select(rows))
         by_row: dict[int, TopTokens] = {}
         for rank_part in ranks.gather(dict(zip(rows, distributions, strict=True))):
             by_row |= rank_part

@@ -69,7 +69,7 @@ def write_cache(config: CollectConfig) -> None:
                 teacher_logprobs.write_part(folder, number, origin=origin, rows=part, teacher=distributions)
                 bar.update(len(part))
             bar.close()
-        teacher_logprobs.finish(folder, origin, questions)
+        teacher_logprobs.complete(folder, origin, questions)
     print(f"written to {folder}")
 
 

@@ -9,11 +9,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+from r3lite.core import inherited
 from r3lite.core.command_names import DISTRIBUTED
 from r3lite.core.config import check_required, flat, sections
 from r3lite.core.environment import ignore_output, print_anything, spare_the_machine
-from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.errors import R3LiteError, UsageError, reason
 from r3lite.core.exit_status import DONE, FAILED, INTERRUPTED, TERMINATED, USAGE, Terminated, terminate
+from r3lite.core.inputs import check_inputs, missing_inputs
 from r3lite.core.invocation import resolve
 from r3lite.core.processes import say_error, world
 
@@ -21,10 +23,24 @@ from r3lite.core.processes import say_error, world
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def describe(config: Any) -> str:
-    """Returns the resolved settings, by group, for `--dry-run`."""
-    width = max(map(len, flat(config)))
-    lines = []
+def describe(config: Any, default: Any) -> str:
+    """Returns the resolved settings for `--dry-run`: what differs from the defaults, missing inputs, then all by group.
+
+    `default` are the command's settings without any that were set.
+    """
+    values = flat(config)
+    width = max(map(len, values))
+    lines = ["Differs from the defaults"]
+    for name, value in flat(default).items():
+        if values[name] != value:
+            source = "by the preset or another setting"
+            if name in config.set_by_user:
+                source = config.set_by_user[name].value
+            elif name in config.inherited:
+                source = f"from {config.inherited[name]}"
+            lines.append(f"  {name:<{width}}  {values[name]}  ({source})")
+    lines += [f"missing: {missing.cause}" for missing in missing_inputs(config)]
+    lines.append("")
     for section in sections(config).values():
         heading = type(section).__doc__.strip().splitlines()[0].rstrip(".")
         lines.append(heading)
@@ -37,7 +53,7 @@ class Command:
     """Runs a command: its name, its settings by default, and the work that it does with those that were resolved.
 
     `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
-    default this one's.
+    default this one's. `reads_inputs` is False if the inputs that settings name need not be there.
     """
 
     name: str
@@ -45,6 +61,7 @@ class Command:
     work: Callable[[Any], None]
     plan: Callable[[Any], str] | None = None
     table: str | None = None
+    reads_inputs: bool = True
 
     def __call__(self, argv: list[str] | None = None) -> int:
         """Resolves the settings, by default from the command line's arguments, does the work, and returns the status.
@@ -86,7 +103,8 @@ class Command:
             if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
                 raise
             remedy = "Check the disk space and the permissions of the path, or pass another --output."
-            return self._fail(R3LiteError(str(error), remedy, code="system-error"))
+            place = f"{error.filename}: " if error.filename else ""
+            return self._fail(R3LiteError(f"{place}{reason(error)}", remedy, code="system-error"))
         except RuntimeError as error:
             torch = sys.modules.get("torch")
             if torch is None or not isinstance(error, torch.OutOfMemoryError):
@@ -111,11 +129,15 @@ class Command:
                 f"{alone}. Only {' and '.join(DISTRIBUTED)} can run in several", code="processes-unsupported"
             )
         if config.common.dry_run:
-            print(describe(config))
+            print(describe(config, self.default))
             if self.plan:
                 print(self.plan(config))
             return
         check_required(config)
+        if self.reads_inputs:
+            check_inputs(config)
+        for line in inherited.told(config):
+            print(line, file=sys.stderr)
         signal.signal(signal.SIGTERM, terminate)
         self.work(config)
 

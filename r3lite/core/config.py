@@ -14,6 +14,7 @@ import math
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -54,6 +55,9 @@ class Trait(enum.Enum):
 
     FREE = "a resumed run may change it, as it changes no number"
     BARE = "it may stand on the command line without its flag"
+    OF_INDEX = "unless it is set, it is that of the index"
+    OF_RUN = "unless it is set, it is that of the run that wrote the adapter"
+    BASIC = "most people set it: it is in --help, and not only in --help all"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,25 @@ class Required:
 
     hint: str
     instead: tuple[str, ...] = ()
+
+
+def never(text: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class InputPath:
+    """The setting names files or folders that are read, each called `noun` in an error.
+
+    `named` tells of a value that it is something else, such as a data set of the hub. Of NAME=PATH the path counts if
+    `has_names`. With a `remedy`, which says what to pass, a missing one is an error before the work begins; else a dry
+    run tells it, and otherwise the work.
+    """
+
+    noun: str = "file"
+    remedy: str = ""
+    named: Callable[[str], bool] = never
+    has_names: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +96,9 @@ class Alias:
 
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
+Basic = Annotated[T, Trait.BASIC]
+OfIndex = Annotated[T, Trait.OF_INDEX]
+OfRun = Annotated[T, Trait.OF_RUN]
 MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
 Count = Annotated[int, Bounds(low=1, high=MOST)]
 Whole = Annotated[int, Bounds(low=0, high=MOST)]
@@ -141,7 +167,7 @@ class Kind:
     count: int | None = 1  # of values; None: any number of them, but one at least
     choices: tuple = ()
     bounds: Bounds | None = None
-    traits: tuple[Trait | Required | Alias, ...] = ()
+    traits: tuple[Trait | Required | Alias | InputPath, ...] = ()
 
     @staticmethod
     def of(annotation: Any) -> "Kind":
@@ -164,7 +190,7 @@ class Kind:
         """Returns the kind of `inner` with the bounds and traits that its annotations add."""
         kind = Kind.of(inner)
         bounds = next((x for x in annotations if isinstance(x, Bounds)), kind.bounds)
-        traits = tuple(x for x in annotations if isinstance(x, (Trait, Required, Alias)))
+        traits = tuple(x for x in annotations if isinstance(x, (Trait, Required, Alias, InputPath)))
         return dataclasses.replace(kind, bounds=bounds, traits=kind.traits + traits)
 
     def convert(self, name: str, value: Any) -> Any:
@@ -222,6 +248,11 @@ def kinds_of(cls: type) -> dict[str, Kind]:
     return {field.name: Kind.of(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+def input_path(kind: Kind) -> InputPath | None:
+    """Returns what a setting says of the files that it names; None if it names none."""
+    return next((trait for trait in kind.traits if isinstance(trait, InputPath)), None)
+
+
 def settings_with(section: Section, trait: Trait) -> list[str]:
     """Returns the names of a section's settings that have a trait."""
     return [name for name, kind in kinds_of(type(section)).items() if trait in kind.traits]
@@ -236,4 +267,5 @@ def check_required(config: Any) -> None:
                 if not isinstance(trait, Required):
                     continue
                 if not any(values.get(way) for way in (name, *trait.instead)):
-                    raise UsageError(f"{flag(name)} is missing: {trait.hint}", code="setting-missing")
+                    missing = f"no {name} given" if Trait.BARE in kind.traits else f"{flag(name)} is missing"
+                    raise UsageError(f"{missing}: {trait.hint}", code="setting-missing")

@@ -7,10 +7,9 @@ from typing import Any
 
 from r3lite.core.config import Trait, flat, sections, settings_with
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import names_in
-from r3lite.core.invocation import load_toml, with_values
-
-CONFIG = "config.toml"  # the resolved settings, in the folder of a run
+from r3lite.core.files import load_toml, names_in
+from r3lite.core.inherited import CONFIG
+from r3lite.core.invocation import with_values
 
 
 def free_settings(config: Any) -> set[str]:

@@ -13,15 +13,15 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-SEARCHING = "searching"  # a query in a turn that may not search: of --learn answer alone
+SEARCHING = "searching"  # only with --learn answer: it ended with a query in a turn that may not search
 
 
 @dataclass(frozen=True)
 class Document:
     """Holds a passage of a corpus or a paragraph that came with a question.
 
-    `score` and `source` are added by a retriever and belong to its answer, not to the passage: they are not written to
-    files, and equality ignores them. `metadata` are further fields of the corpus, by which searches can be filtered.
+    `score` and `source` are added by a retriever and are not part of the passage: they are not written to files, and
+    equality ignores them. `metadata` are further fields of the corpus, by which searches can be filtered.
     """
 
     id: str
@@ -87,11 +87,12 @@ class Question:
 
     @property
     def hop_count(self) -> int:
-        """Returns the length of the decomposition, else the number of gold paragraphs, else 1."""
+        """Returns the length of the decomposition; without one the number of gold paragraphs, without these 1."""
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """Returns the index of the gold paragraph that `document` is, whole or a part of it; None if it is none."""
+        """Returns the index of the gold paragraph that `document` is, or a part of which it is; None if there is
+        none."""
         for i, gold in enumerate(self.gold):
             if folded(gold.title) != folded(document.title):
                 continue
@@ -102,7 +103,7 @@ class Question:
     def paragraph(self, document: Document) -> Hashable:
         """Returns a key that is equal for documents of the same paragraph.
 
-        It is the index of a gold paragraph, however that was cut, else the title or the id, as `gold_by` says.
+        For (a part of) a gold paragraph that is its index, for other documents the title or the id, as `gold_by` says.
         """
         gold_index = self.gold_index(document)
         if gold_index is not None:
@@ -199,7 +200,7 @@ class Step:
         if "query" in record and "searches" in record:
             raise record.error("has both 'query' and 'searches'")
         if record.text("query", None, blank=True) is not None:
-            searches = [record]
+            searches = [record]  # a single search has its keys in the step itself, see to_json
         else:
             searches = record.records("searches", ())
         return Step(
@@ -218,13 +219,16 @@ class Episode:
     question: Question
     steps: list[Step] = field(default_factory=list)
     finish: str = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING
-    tokens_written: int | None = None  # by the model, if known
+    tokens_written: int | None = None  # by the model; None: not known, as of a trajectory
     failure: str | None = None  # why the retriever failed at a query: then the episode must not be scored
 
     @property
     def prediction(self) -> str:
-        """Returns the final answer; empty if there is none."""
-        return next((step.answer for step in reversed(self.steps) if step.answer is not None), "")
+        """Returns the last answer of a step; empty if no step has one."""
+        answers = [step.answer for step in self.steps if step.answer is not None]
+        if not answers:
+            return ""
+        return answers[-1]
 
     @property
     def documents(self) -> list[Document]:
@@ -236,7 +240,7 @@ class Episode:
         return [query for step in self.steps for query in step.queries]
 
     @property
-    def searches(self) -> int:
+    def search_count(self) -> int:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
@@ -245,8 +249,8 @@ class Episode:
         by_step = []
         for step in self.steps:
             new = self.question.gold_found(step.documents) - retrieved
-            by_step.append(new)
             retrieved |= new
+            by_step.append(new)
         return by_step
 
     @property
@@ -293,27 +297,30 @@ Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]
 
 @dataclass(frozen=True)
 class Routes:
-    """Holds a retriever per kind of source; called as a retriever, it is the default one."""
+    """Holds a retriever per kind of source. It is a retriever itself, which searches by the default one."""
 
-    default: Retrieve
-    of_source: Mapping[str, Retrieve]
+    default: Retrieve  # for searches that name no kind, or one that has no retriever
+    of_source: Mapping[str, Retrieve]  # by Search.source
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         return self.default(pairs)
 
 
 def retrieve_all(retrieve: Retrieve, searches: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
-    """Returns the outcome of each search, in order; all searches of one retriever are one call of it."""
+    """Returns the outcome of each search, in order. Each retriever is called once, with all searches of its kind."""
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
-    rows_by_source: dict[str, list[int]] = {}
-    for row, (_, search) in enumerate(searches):
+    indices_by_source: dict[str, list[int]] = {}  # "": the default retriever
+    for i, (_, search) in enumerate(searches):
         source = search.source if search.source in routes.of_source else ""
-        rows_by_source.setdefault(source, []).append(row)
-    outcomes: dict[int, list[Document] | Failure] = {}
-    for source, rows in rows_by_source.items():
+        indices_by_source.setdefault(source, []).append(i)
+    outcomes: dict[int, list[Document] | Failure] = {}  # by the index of the search
+    for source, indices in indices_by_source.items():
         retrieve_from_source = routes.of_source.get(source, routes.default)
-        pairs = [(question, search.query) for question, search in (searches[row] for row in rows)]
-        documents = retrieve_from_source(pairs)
-        assert len(documents) == len(rows), "one list of documents per query"
-        outcomes.update(zip(rows, documents))
-    return [outcomes[row] for row in range(len(searches))]
+        pairs = []
+        for i in indices:
+            question, search = searches[i]
+            pairs.append((question, search.query))
+        source_outcomes = retrieve_from_source(pairs)
+        assert len(source_outcomes) == len(pairs), "one list of documents, or a failure, per query"
+        outcomes.update(zip(indices, source_outcomes))
+    return [outcomes[i] for i in range(len(searches))]

@@ -41,6 +41,16 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
+def reason(error: Exception) -> str:
+    """Returns what an exception says in one line; that of the operating system without its number and path."""
+    if isinstance(error, R3LiteError):
+        return error.cause
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    return " ".join(text.split())[:300] or type(error).__name__
+
+
 @contextlib.contextmanager
 def explained(
     kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str, *, code: str
@@ -49,11 +59,11 @@ def explained(
     try:
         yield
     except kinds as error:
-        if isinstance(error, R3LiteError):
-            message = error.cause
-        else:
-            message = " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy, code=code) from error
+        message = reason(error)
+        filename = str(getattr(error, "filename", None) or "")
+        if filename not in cause:
+            message = f"{message}: {filename}"
+        raise R3LiteError(f"{cause}: {message}", remedy, code=code) from error
 
 
 @contextlib.contextmanager

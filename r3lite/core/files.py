@@ -12,12 +12,13 @@ import stat
 import sys
 import tempfile
 import time
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.errors import R3LiteError, UsageError, explained, reason
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
@@ -161,10 +162,12 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
         ) from None
     except PermissionError as error:  # another user's file
         raise R3LiteError(
-            f"{output} cannot be written: {error}", "Pass another output.", code="output-unwritable"
+            f"{output} cannot be written: {reason(error)}", "Pass another output.", code="output-unwritable"
         ) from error
     except OSError as error:  # a file system without locks, such as some network drives
-        print(f"warning: {output} cannot be locked ({error}): let no other process write there", file=sys.stderr)
+        print(
+            f"warning: {output} cannot be locked ({reason(error)}): let no other process write there", file=sys.stderr
+        )
     try:
         yield
     finally:
@@ -180,7 +183,7 @@ def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
     except OSError as error:
         _remove_lock_file(lock_file)
         raise R3LiteError(
-            f"{output} cannot be written: {error}", "Free some disk space.", code="output-unwritable"
+            f"{output} cannot be written: {reason(error)}", "Free some disk space.", code="output-unwritable"
         ) from error
 
 
@@ -379,6 +382,16 @@ def read_text(path: str | Path, remedy: str) -> str:
         if len(content) > MAX_TEXT:
             raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy, code="file-too-large")
         return content.decode("utf-8-sig")
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Returns the keys and tables of a TOML file."""
+    try:
+        return tomllib.loads(read_text(path, ""))
+    except R3LiteError as error:
+        raise UsageError(error.cause, code=error.code) from None
+    except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
+        raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
 def read_record(path: str | Path, remedy: str) -> Record:

@@ -32,9 +32,10 @@ class Grant:
     def __init__(self, memory: Memory):
         self.memory = memory
 
-    def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
-        """Returns the result of `work(*args)`, which samples or adds gradients.
+    def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
+        """Returns the result of `work(*args)`, which samples or runs the model on whole rows.
 
-        Here it is run once; `memory.shrinking.ShrinkingGrant` repeats it in smaller pieces if memory runs out.
+        Here it is run once; `memory.shrinking.ShrinkingGrant` repeats it in smaller pieces if memory runs out, so it
+        must change nothing that a repetition would change again, except gradients.
         """
         return work(*args)

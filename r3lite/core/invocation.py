@@ -1,23 +1,26 @@
 """How a command line, a TOML file and a preset become the settings of one invocation.
 
-Later wins: default, preset, TOML file, command line. In a TOML file a key is at the top (for every command that has it)
-or in a table named after a command; the `config.toml` of a run is such a file.
+Later wins: default, preset, index and run of the adapter (inherited.py), TOML file, command line. In a TOML file a key
+is at the top (for every command that has it) or in a table named after a command; the `config.toml` of a run is such a
+file.
 """
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
-import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from r3lite.core.command_names import COMMANDS
 from r3lite.core.config import ANY, Alias, Kind, Origin, Section, Trait, field_docs, flag, flat, kinds_of, sections
-from r3lite.core.errors import R3LiteError, UsageError, nearest
-from r3lite.core.files import read_text, shipped
+from r3lite.core.errors import UsageError, nearest
+from r3lite.core.files import load_toml, shipped
+from r3lite.core.inherited import inherited_settings
 
+SHORT_HELP = 60  # lines at most of --help
 # Where to write, what to resume and when to leave belong to one start of a run.
 OF_ONE_START = ("output", "resume", "stop_after")
 
@@ -59,16 +62,6 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
         }
         changes[section_name] = dataclasses.replace(section, **of_section)
     return dataclasses.replace(config, **changes)
-
-
-def load_toml(path: Path) -> dict[str, Any]:
-    """Returns the keys and tables of a TOML file."""
-    try:
-        return tomllib.loads(read_text(path, ""))
-    except R3LiteError as error:
-        raise UsageError(error.cause, code=error.code) from None
-    except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
-        raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +128,57 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, code="toml-damaged")
 
 
-def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
-    """Returns the command line of a command, from its settings."""
+class _HelpAction(argparse.Action):
+    """Prints the help and exits: of the settings that most people set, or with `all` of all settings."""
+
+    def __init__(self, option_strings: list[str], dest: str, texts: Callable[[bool], str], **options: Any):
+        """`texts` returns the short help, or with True the help of all settings."""
+        super().__init__(option_strings, dest, nargs="?", metavar="all", **options)
+        self.texts = texts
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if values not in (None, "all"):
+            raise UsageError(f"--help is {values!r}; pass all, or nothing", code="unknown-choice")
+        print(self.texts(values == "all"), end="")
+        parser.exit()
+
+
+def help_text(command: str, default: Any, every: bool) -> str:
+    """Returns the help of every setting, or without `every` of those that most people set (Trait.BASIC).
+
+    The help of few settings is the same in both cases.
+    """
+    whole_text = build_parser(command, default).format_help()
+    if every or whole_text.count("\n") <= SHORT_HELP:
+        return whole_text
+    parser = _empty_parser(command, default)
+    parser.formatter_class = _ShortHelp
+    group = parser.add_argument_group("What most people set")
+    for section in sections(default).values():
+        section_class = type(section)
+        docs = field_docs(section_class)
+        for name, kind in kinds_of(section_class).items():
+            if Trait.BASIC in kind.traits:
+                plain_kind = dataclasses.replace(kind, traits=())
+                sentence = docs[name].partition(". ")[0]
+                _add_setting(group, name, plain_kind, value=getattr(section, name), help_text=sentence)
+    parser.epilog = f"--help all shows all {len(flat(default))} settings, by subject."
+    return parser.format_help()
+
+
+class _ShortHelp(argparse.RawDescriptionHelpFormatter):
+    """Gives the names of flags more room than argparse does, so that few of them need a line of their own."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=28)
+
+
+def _heading(section_class: type[Section]) -> str:
+    return inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
+
+
+def _empty_parser(command: str, default: Any) -> _Parser:
+    """Returns the command line of a command without its settings, which describes what the command does."""
     parser = _Parser(
         prog=f"python -m r3lite.{command}",
         usage=f"python -m r3lite.{command} [--setting VALUE ...]",
@@ -144,11 +186,19 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
+    return parser
+
+
+def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
+    """Returns the command line of a command, from its settings."""
+    parser = _empty_parser(command, default)
+    texts = functools.partial(help_text, command, default)
+    parser.add_argument("-h", "--help", action=_HelpAction, texts=texts, help="show this help; all: of every setting")
     for section in sections(default).values():
         section_class = type(section)
-        heading = inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
-        group = parser.add_argument_group(heading)
+        group = parser.add_argument_group(_heading(section_class))
         docs = field_docs(section_class)
         for name, kind in kinds_of(section_class).items():
             _add_setting(group, name, kind, value=getattr(section, name), help_text=docs[name])
@@ -222,8 +272,8 @@ def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any])
 def resolve(command: str, default: Any, argv: list[str], table: str | None = None) -> Any:
     """Returns the settings of one invocation, which remember in `set_by_user` what the user has set.
 
-    Later wins: the default, the preset, the TOML file, the command line. What a choice implies counts as the preset's.
-    `table` names a TOML file's table, by default the command's.
+    Later wins: the default, the preset, what the index and the adapter's run have, the TOML file, the command line.
+    What a choice implies counts as the preset's. `table` names a TOML file's table, by default the command's.
     """
     flags = _parse_flags(command, default, argv)
     defaults = flat(default)
@@ -244,10 +294,21 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
         preset = {name: value for name, value in preset.items() if not name.endswith("_prompt")}
     preset = _with_implied(default, preset, by_user)
 
+    def as_user_has_set(usual: Any) -> Any:
+        config = _with_source(usual, from_file.values, where=f"{path}: ")
+        return _with_source(config, flags | {"preset": preset_name}, where="")
+
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
-    config = _with_source(by_preset, from_file.values, where=f"{path}: ")
-    config = _with_source(config, flags | {"preset": preset_name}, where="")
-    return dataclasses.replace(config, set_by_user=_origins(by_preset, config, from_file, flags))
+    inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
+    usual = by_preset
+    places = {}
+    for name, setting in inherited.items():
+        with_setting = with_values(usual, {name: setting.value}, where=f"{setting.place}: ")
+        if with_setting != usual:
+            places[name] = setting.place
+        usual = with_setting
+    config = as_user_has_set(usual)
+    return dataclasses.replace(config, set_by_user=_origins(usual, config, from_file, flags), inherited=places)
 
 
 def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:

@@ -1,7 +1,8 @@
-"""What settings need of others, without which they have no effect, so that the user must not set them.
+"""What a setting needs of other settings. Without it the setting has no effect, and setting it is an error.
 
-It stands in the `needs` of a section, for its own settings, or of a command's settings, for what that command has no
-use for. A setting without needs always works, or another check knows when: an algorithm names those that it reads.
+A section states the needs of its own settings in `needs`. The `needs` of a command's settings name those that the
+command does not use. A setting without needs always has an effect, or another check decides: an algorithm names the
+settings that it reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,33 +25,28 @@ class CommandSettings(dict):
 
 @dataclass(frozen=True)
 class Needs:
-    """Says what settings of a section need of others in it.
+    """Says what some settings of a section need of other settings of the same section."""
 
-    `names` are the settings with blanks between, or empty for all of the section but those in `but`. `met` tells of the
-    section whether there is what they need, and `purpose` names that in the error. `harmful`: without it they would
-    have an effect that is wrong, so that they may not stand at the top of a file for all commands either.
-    """
-
-    names: str
-    purpose: str
-    met: Callable[[Any], object]
+    names: str  # of the settings, with blanks between; empty: all of the section but those in `but`
+    purpose: str  # what they need, as the error says it after "it needs"
+    met: Callable[[Any], object]  # from the section to whether it has that
     but: str = ""
-    harmful: bool = False
+    harmful: bool = False  # without it they do something wrong: an error even at the top of a file for all commands
 
     def concerns(self, name: str) -> bool:
-        """Tells whether it is about a setting."""
+        """Tells whether a setting is one of them."""
         if self.names:
             return name in self.names.split()
         return name not in self.but.split()
 
     def is_met(self, section: Section, command_settings: CommandSettings) -> bool:
-        """Tells whether there is what the settings need."""
+        """Tells whether the settings have what they need; `command_settings` are all those of the command."""
         return bool(self.met(section))
 
 
 @dataclass(frozen=True)
 class NeedsOthers(Needs):
-    """Says what settings need of other sections, too: `met` tells it of all settings of the command."""
+    """Says what settings need of other sections, too: `met` takes all settings of the command."""
 
     met: Callable[[CommandSettings], object]
 
@@ -64,10 +60,11 @@ def names_of(*sections: type[Section], but: str = "") -> str:
 
 
 def check_used(command: str, config: Any) -> None:
-    """Raises UsageError for a setting that the user has set and that would, beside the others, do nothing.
+    """Raises UsageError for a setting that the user has set, if it would have no effect beside the other settings.
 
-    Keys at the top of a TOML file are for all commands: those that this one has no use for are not asked of it, unless
-    they would do harm. Nor are those of a run that is gone on with.
+    Two cases are no error. Keys at the top of a TOML file are for all commands, so that a command may have no use for
+    them, unless they would do harm. And a resumed run has the settings of its folder, which an earlier version may have
+    allowed.
     """
     values = CommandSettings(flat(config), command=command)
     for section in sections(config).values():
@@ -79,7 +76,7 @@ def check_used(command: str, config: Any) -> None:
 
 
 def _unmet(name: str, section: Section, config: Any, values: CommandSettings) -> Iterator[Needs]:
-    """Yields what a setting needs and does not have; what the command has to do decides first."""
+    """Yields what a setting needs and does not have: first what the command asks, then what its section asks."""
     for needs in (*config.needs, *section.needs):
         if needs.concerns(name) and not needs.is_met(section, values):
             yield needs

@@ -41,10 +41,10 @@ def write_gold(
     """Writes a trajectory for every question with a decomposition whose hops the retriever finds, and before that the
     ids of the other questions to `<output>.rejected.jsonl`."""
     tally = Tally(len(questions))
-    uses_evidence = config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans
+    uses_evidence = config.collect.demonstrations == "evidence" and protocol.can_search and not protocol.plans
     usable = []
     for question in questions:
-        reason = gold.obstacle(question, config.lengths.max_hops, searches=protocol.searches)
+        reason = gold.obstacle(question, config.lengths.max_hops, searches=protocol.can_search)
         if not reason and not uses_evidence:
             reason = _problem_of_sub_questions(config, question, protocol)
         if reason:
@@ -102,14 +102,14 @@ def by_sub_questions(
     retrieved_gold = [0] * len(questions)
     rejected: dict[int, str] = {}  # why, by the question's number
     hops = 0
-    if protocol.searches:
+    if protocol.can_search:
         hops = max((len(question.hops) for question in questions), default=0)
     for hop in range(hops):
         # One batch for the first queries of all questions, then one for the second queries, ...
         numbers = [i for i, question in enumerate(questions) if hop < len(question.hops)]
         batch = []
         for i in numbers:
-            searches = _searches(questions[i], protocol)
+            searches = _searches_of(questions[i], protocol)
             batch.append((questions[i], searches[hop]))
         outcomes = retrieve_all(retrieve, batch)
         for i, outcome in zip(numbers, outcomes, strict=True):
@@ -143,7 +143,7 @@ def by_sub_questions(
     return trajectories
 
 
-def _searches(question: Question, protocol: Protocol) -> list[Search]:
+def _searches_of(question: Question, protocol: Protocol) -> list[Search]:
     """Returns the searches of a question's hops, with the answers of earlier ones filled in."""
     if protocol.plans:
         return gold.planned_searches(question)

@@ -21,6 +21,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from r3lite.core.answer_match import normalize
 from r3lite.core.episode import Document, Hop, Question, Search, Step
@@ -52,23 +53,24 @@ def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | 
 
 def queries(question: Question) -> list[str]:
     """Returns the questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
+    return [_filled(hop.question, question.hops[:i]) for i, hop in enumerate(question.hops)]
 
-    filled: list[str] = []
 
-    def fill(match: re.Match) -> str:
-        preposition = match[1] or ""
-        number = int(match[2])
-        if not 1 <= number <= len(filled):
-            return match[0]  # part of a name, such as Mambo #5
-        answer = question.hops[number - 1].answer
+def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
+    """Returns the question of a hop with the answers of earlier hops in place of their numbers."""
+
+    def answer_to(reference: re.Match) -> str:
+        preposition = reference[1] or ""
+        number = int(reference[2])
+        if not 1 <= number <= len(earlier_hops):
+            return reference[0]  # part of a name, such as Mambo #5
+        answer = earlier_hops[number - 1].answer
         # MuSiQue has answers such as `in New Delhi`, which must not become `in in New Delhi`.
         if preposition and answer.lower().startswith(preposition.lower()):
             return answer
         return preposition + answer
 
-    for hop in question.hops:
-        filled.append(re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", fill, hop.question))
-    return filled
+    return re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", answer_to, sub_question)
 
 
 def plan_of(question: Question) -> SearchPlan:
@@ -111,22 +113,21 @@ def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tupl
     """Returns the steps of a demonstration that plans; `documents[k]` are those of hop k."""
     plan = plan_of(question)
     answers = _answers(question)
-    documents_of = dict(zip(answers, documents))  # by the names of the nodes
-    text = plan.text()
-    demonstrated = []
+    documents_of_node = {node.name: documents[hop] for hop, node in enumerate(plan.nodes)}
+    analysis = plan.text()
+    search_steps = []
     for level in plan.levels:
         searches = []
         for node in level:
             query = node.filled(answers)
-            documents_of_node = tuple(documents_of[node.name])
-            searches.append(Search(query, documents_of_node, node.source))
-        demonstrated.append(Step(text, tuple(searches)))
-        text = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
-    return *demonstrated, Step(text, answer=question.answers[0])
+            searches.append(Search(query, tuple(documents_of_node[node.name]), node.source))
+        search_steps.append(Step(analysis, tuple(searches)))
+        analysis = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
+    return *search_steps, Step(analysis, answer=question.answers[0])
 
 
 def _answers(question: Question) -> dict[str, str]:
-    """Returns the answers of the hops by the names of their nodes."""
+    """Returns the answers of the hops by the names of their nodes in the plan."""
     return {_node_name(i): one_line(hop.answer) for i, hop in enumerate(question.hops)}
 
 
@@ -161,9 +162,9 @@ def demonstration(question: Question, documents: Sequence[Sequence[Document]], p
     """Returns the steps that demonstrate a question in a protocol; `documents[k]` are those of hop k."""
     if protocol.plans:
         return planned(question, documents)
-    if not protocol.searches:
+    if not protocol.can_search:
         return without_search(question)
-    return verified(question, steps(question, documents, protocol.most_queries), protocol)
+    return verified(question, with_searches(question, documents, protocol.most_queries), protocol)
 
 
 def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> tuple[Step, ...]:
@@ -186,28 +187,34 @@ def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> t
     return *steps[:-1], replace(steps[-1], verification=verification)
 
 
-def steps(question: Question, documents: Sequence[Sequence[Document]], most_queries: int = 1) -> tuple[Step, ...]:
-    """Returns the steps of a demonstration; `documents[k]` are those of hop k.
+def with_searches(
+    question: Question,
+    documents: Sequence[Sequence[Document]],
+    most_queries: int = 1,
+) -> tuple[Step, ...]:
+    """Returns the steps of a demonstration that searches; `documents[k]` are those of hop k.
 
     A step looks up at most `most_queries` hops, which do not wait for one another.
     """
     sub_questions = queries(question)
-    groups: list[list[int]] = [[]]  # the hops of each step
+    hops_of_step: list[list[int]] = [[]]
     for i, hop in enumerate(question.hops):
-        if len(groups[-1]) == most_queries or used(hop) & set(groups[-1]):
-            groups.append([])
-        groups[-1].append(i)
+        is_full = len(hops_of_step[-1]) == most_queries
+        waits = used(hop) & set(hops_of_step[-1])
+        if is_full or waits:
+            hops_of_step.append([])
+        hops_of_step[-1].append(i)
     opening = "I need to find out:"
     facts = ""
-    demonstrated = []
-    for group in groups:
-        queries_of_step = [sub_questions[i] for i in group]
-        searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in group)
-        demonstrated.append(Step(f"{opening} {' '.join(queries_of_step)}", searches))
-        answers = [_sentence(question.hops[i].answer) for i in group]
-        facts = " ".join(f"{query} {answer}" for query, answer in zip(queries_of_step, answers))
+    search_steps = []
+    for hops in hops_of_step:
+        step_queries = [sub_questions[i] for i in hops]
+        searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in hops)
+        search_steps.append(Step(f"{opening} {' '.join(step_queries)}", searches))
+        answers = [_sentence(question.hops[i].answer) for i in hops]
+        facts = " ".join(f"{query} {answer}" for query, answer in zip(step_queries, answers))
         opening = f"{facts} Next I need to find out:"
-    return *demonstrated, Step(f"{facts} This gives the answer.", answer=question.answers[0])
+    return *search_steps, Step(f"{facts} This gives the answer.", answer=question.answers[0])
 
 
 def without_search(question: Question) -> tuple[Step, ...]:
@@ -225,37 +232,44 @@ def _sentence(text: str) -> str:
 
 
 def compared(question: Question) -> str | None:
-    """Returns what the last two facts of a comparison come to.
+    """Returns the sentence that compares the two facts of a comparison.
 
-    It is None if they are not two, or are of another kind than these:
-    `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` if two dates decide,
-    of what the question asks about; `India and Italian are not the same.` if it asks whether they are.
+    If the question asks whether they are the same: `India and Italian are not the same.` If the earlier of two dates
+    decides: `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` It is None
+    for a comparison of another kind.
     """
     all_hops = set(range(len(question.hops)))
-    ends = sorted(all_hops.difference(*map(used, question.hops)))
-    if "comparison" not in question.type or len(ends) != 2:
+    last_hops = sorted(all_hops.difference(*map(used, question.hops)))  # those whose answers no other hop uses
+    if "comparison" not in question.type or len(last_hops) != 2:
         return None
     answer = normalize(question.answers[0])
-    facts = [question.hops[i].answer for i in ends]
+    facts = [question.hops[hop].answer for hop in last_hops]
     if answer in ("yes", "no") and "same" in question.text.split():
         verdict = "not the same"
         if answer == "yes":
             verdict = "the same"
         return f"{facts[0]} and {facts[1]} are {verdict}."
-    names = [subject(question, i) for i in ends]
-    dated = []
+    names = [subject(question, hop) for hop in last_hops]
+    dated_facts = []
     for name, fact in zip(names, facts, strict=True):
-        dated.append((date(fact) or (), f"{name} ({fact})"))
-    (first_date, first), (last_date, last) = sorted(dated, key=lambda entry: entry[0])
+        dated_facts.append(_DatedFact(date(fact) or (), f"{name} ({fact})"))
+    earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
     # Of two dates that begin alike one says only the year, or they are the same.
-    is_decided = first_date and last_date[: len(first_date)] != first_date
+    is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
     if is_decided and sum(normalize(name) == answer for name in names) == 1:
-        return f"{first} is before {last}."
+        return f"{earlier.text} is before {later.text}."
     return None
 
 
+class _DatedFact(NamedTuple):
+    """What is compared, and its date: year, month and day as far as they are known, or nothing."""
+
+    date: tuple[int, ...]
+    text: str
+
+
 def used(hop: Hop) -> set[int]:
-    """Returns the hops whose answers the sub-question of a hop refers to."""
+    """Returns the indices of the hops whose answers the sub-question of a hop refers to."""
     return {int(number) - 1 for number in re.findall(r"#(\d{1,9})(?!\d)", hop.question)}
 
 

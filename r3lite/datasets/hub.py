@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
+from r3lite.settings.data import NAME_DATA
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
@@ -19,13 +20,13 @@ TIMEOUT = 10.0  # seconds for the hub's answer to a listing
 CONVERTED = "refs/convert/parquet"
 
 
-# By their short names: repository, subset and what it calls its validation split; all call the other one train.
+# By their short names (DATA_SETS of settings/data.py): repository, subset and what it calls its validation split; all
+# call the other one train.
 NAMED = {
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
     "2wiki": ("xanhho/2WikiMultihopQA", "", "dev"),
     "musique": ("dgslibisey/MuSiQue", "musique_ans", "dev"),
 }
-NAME_DATA = f"Pass a file; {', '.join(NAMED)} with ,train or ,validation; or name,subset,split of a hub data set."
 
 
 def files_of(data: str) -> list[Path]:

@@ -1,5 +1,7 @@
-"""Rows of data files: JSON array, JSON lines or parquet, recognised by their first bytes. Knows no meaning of a row."""
+"""Rows of data files: JSON array, JSON lines or parquet, recognised by their first bytes, and tables, by their names.
+Knows no meaning of a row."""
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -10,15 +12,19 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError, explained, extra
-from r3lite.core.files import open_regular, read_jsonl
+from r3lite.core.files import open_regular, read_jsonl, read_text
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse, parse_at
+from r3lite.core.tables import TABLES, rows_of_file
 from r3lite.datasets import hub
+from r3lite.settings.data import NAME_DATA
 
 if TYPE_CHECKING:
     import pyarrow
 
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
+JSON_NAMES = (".json", ".jsonl")
 MEND = "Fix or remove the row, or pass --skip-bad-rows."
+TABLE = "Save it as CSV in UTF-8 with the names of the columns in its first line, such as question,answer."
 
 Item = TypeVar("Item")
 
@@ -70,14 +76,42 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
-    with open_regular(path, hub.NAME_DATA) as file:
+    with open_regular(path, NAME_DATA) as file:
         head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+    suffix = path.suffix.lower()
     if head.startswith(b"PAR1"):
         yield from _parquet_rows(path, on_bad)
+    elif suffix in TABLES:
+        yield from _table_rows(path, on_bad)
     elif head.startswith(b"["):
         yield from _array_rows(path, on_bad)
-    else:
+    elif head.startswith(b"{") or not head or suffix in JSON_NAMES:
         yield from read_jsonl(path, MEND, on_bad)
+    else:
+        raise R3LiteError(
+            f"{path} is neither JSON, JSON lines nor parquet, and its name does not end in .csv or .tsv",
+            f"{TABLE} Or write a line of JSON for each row.",
+            code="data-format-unknown",
+        )
+
+
+def _table_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
+    """Yields the rows of a CSV or TSV file, whose first line names the keys, in any case. Empty cells are left out."""
+    rows = rows_of_file(read_text(path, TABLE), path.suffix.lower(), str(path), TABLE)
+    names = [name.strip().lower() for name in rows[0]] if rows else []
+    for name in names:
+        if name and names.count(name) > 1:
+            raise R3LiteError(f"{path} has {names.count(name)} columns named {name}", TABLE, code="column-twice")
+    for number, cells in enumerate(rows[1:], 1):
+        source = Source(
+            f"{path}, row {number}", f"The first line must name the columns, such as question,answer. {MEND}"
+        )
+        if len(cells) > len(names):
+            cause = f"{source.where}: {len(cells)} cells, but {len(names)} columns"
+            on_bad(InvalidRecord(cause, f"Put cells with commas in quotation marks. {MEND}", code="bad-row"))
+            continue
+        values = itertools.zip_longest(names, cells, fillvalue="")
+        yield Record({name: cell for name, cell in values if name and cell.strip()}, source)
 
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
@@ -127,7 +161,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
 
 
 def _after_space(text: str, place: int) -> int:
-    """Returns the place of the first character from `place` on that is no space of JSON."""
+    """Returns the index of the first character at or after `place` that is not JSON's white space."""
     return SPACE.match(text, place).end()
 
 

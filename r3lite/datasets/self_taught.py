@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from r3lite.core.answer_match import VERDICTS, is_right, normalize, stands_in, words
+from r3lite.core.bars import TimedLines
 from r3lite.core.episode import CUT_OFF, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl, write_jsonl
@@ -67,8 +68,9 @@ class Harvest:
         """
         waiting = self.waiting
         total = len(self.questions)
-        retrieves = protocol.searches and config.retrieval.retriever != "none"
+        retrieves = protocol.can_search and config.retrieval.retriever != "none"
         with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
+            lines = TimedLines(bar, "self", "questions")
             for start in range(0, len(waiting), BLOCK):
                 block = waiting[start : start + BLOCK]
                 groups = _sample_groups(block, sample, config)
@@ -85,7 +87,7 @@ class Harvest:
                     if id not in failures:
                         selections[id] = select(group, protocol, settings=config.collect, retrieves=retrieves)
                 self._add(selections)
-                bar.update(len(block))
+                lines.update(len(block))
                 questions_with_rows = len({row.id for row in self.accepted})
                 success = f"{questions_with_rows} of {len(self.rejected)} questions"
                 bar.set_postfix({"kept": len(self.accepted), "yield": success})

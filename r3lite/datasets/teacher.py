@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from r3lite.core.answer_match import is_right
+from r3lite.core.bars import TimedLines
 from r3lite.core.episode import Failure, Question, Retrieve, Step, retrieve_all
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
@@ -71,11 +72,12 @@ class Teacher:
         tally = Tally(len(questions))
         waiting = _without_earlier(questions, earlier, tally)
         with tqdm(total=len(waiting), desc="teacher", unit="question", disable=None) as bar:
+            lines = TimedLines(bar, "teacher", "questions")
             for start in range(0, len(waiting), size):
                 block = waiting[start : start + size]
                 attempts = self.attempt_all(block)
                 _write(attempts, output, tally)
-                bar.update(len(block))
+                lines.update(len(block))
                 missing = [attempt.missing for attempt in attempts if attempt.missing]
                 capped = [reason for reason in missing if reason.startswith("capped")]
                 if capped:

@@ -100,7 +100,7 @@ def write_part(
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 
-def finish(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
+def complete(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
     """Makes the cache complete; `questions` are the ids of its rows' questions, in order."""
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 

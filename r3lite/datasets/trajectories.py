@@ -189,7 +189,7 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     if not steps:
         return "no steps"
     for number, step in enumerate(steps, 1):
-        if step.searches and not protocol.searches:
+        if step.searches and not protocol.can_search:
             return f"step {number} has a query, but --format is a format without search"
         text = protocol.render(step, number)
         parsed = protocol.parse(text, steps[: number - 1])

@@ -7,8 +7,7 @@ from typing import Any
 
 from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml, names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.records import Record
 from r3lite.evaluation.comparisons import compare, compare_sets, valid_places
 from r3lite.evaluation.scores import Marks

@@ -81,11 +81,12 @@ class CachingClient(ABC):
 
         def take(key: str, reply: Reply) -> None:
             replies[key] = reply
-            bar.update()
+            lines.update()
             if on_reply:
                 on_reply(reply)
 
         with tqdm(total=len(waiting), unit="request", **bars.named(progress, "asking")) as bar:
+            lines = bars.TimedLines(bar, progress, "requests")
             for key, request in list(waiting.items()):
                 reply = self._cache.recall(key, partial(recalled, request=request))
                 if reply:

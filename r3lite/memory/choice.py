@@ -45,7 +45,7 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
         recomputed_counts = range(layers + 1)
     else:
         recomputed_counts = range(layers, layers + 1)
-    if w.full:
+    if w.full_tuning:
         fixed = fixed | {"nf4": False, "recompute_layers": layers}
     passes = sorted({longest, *(max(longest, tokens) for tokens in PASS_TOKENS)}, reverse=True)
     useful_rollouts = [rows for rows in ROLLOUTS if rows < 2 * max(w.episodes, 1)]
@@ -115,13 +115,13 @@ def _remedies(
 ) -> list[str]:
     """Returns changes that help, each on its own."""
     helpful = []
-    if w.full and _fits(replace(w, full=False, lora_r=8), fixed, budget):
+    if w.full_tuning and _fits(replace(w, full_tuning=False, lora_r=8), fixed, budget):
         helpful.append("LoRA instead of --no-lora")
     if fixed.get("nf4") is False and _fits(w, _without(fixed, ["nf4"]), budget):
         helpful.append("--quantize nf4")
     layers = w.model.num_hidden_layers
     keeps_activations = fixed.get("recompute_layers", layers) < layers
-    may_stream = not (w.full or fixed.get("stream_layers") or keeps_activations)
+    may_stream = not (w.full_tuning or fixed.get("stream_layers") or keeps_activations)
     if may_stream and _fits(w, {"nf4": True} | fixed | {"stream_layers": True}, budget):
         helpful.append("--stream-layers")
     loosened = [name for name in fixed if name not in KEPT_BY_REMEDIES]

@@ -165,8 +165,8 @@ def update(w: Workload, memory: Memory) -> Cost:
     recomputed = min(memory.recompute_layers, layers) / layers
     cost = once * (2 + recomputed)
     cost += Cost(launches=backward_kernels)
-    cost += head(w, p.passes, p.loss_tokens, products=3 if w.full else 2)
-    if w.full:
+    cost += head(w, p.passes, p.loss_tokens, products=3 if w.full_tuning else 2)
+    if w.full_tuning:
         weights = sum(map(sum, sizes(w.model)))
         cost += Cost(read=TRAINED_BYTES * weights, products=once.products)
     return cost * steps

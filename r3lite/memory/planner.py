@@ -21,6 +21,9 @@ from r3lite.settings.rollout import MOST_DRAFTED
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
+MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
+BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
+FP32 = 4  # bytes of a number
 BIASED = ("q_proj", "k_proj", "v_proj")  # projections that have a bias in some families
 
 
@@ -102,16 +105,20 @@ def layer_bytes(w: Workload, quantized: bool) -> int:
 
 def _bytes_beyond_own_nf4(packed: nf4.Packed, element: int) -> int:
     """Returns what the layers of a folder in NF4 take beyond what they would if r3lite had quantized them all."""
-    per_weight = 1 / 2 + (1 + 8 / nf4.GROUP) / nf4.BLOCK
-    return int(packed.dense_weights * (element - per_weight)) + 3 * packed.fp32_blocks
+    bytes_of_group = 2 * FP32  # scale and mean of the absmax of its blocks
+    bytes_of_block = 1 + bytes_of_group / nf4.GROUP  # an absmax in 8 bits, and its part of the group's
+    bytes_of_weight = 1 / 2 + bytes_of_block / nf4.BLOCK  # a code of 4 bits, and its part of the block's
+    beyond_8_bits = FP32 - 1  # of an absmax that the folder has in fp32
+    return int(packed.dense_weights * (element - bytes_of_weight)) + beyond_8_bits * packed.fp32_blocks
 
 
 def _nf4_bytes(weights: list[int]) -> int:
     """Returns the bytes of NF4 linear layers with `weights` weights each, which lie one after another in memory."""
     groups = sum(-(-count // (nf4.BLOCK * nf4.GROUP)) for count in weights)
     codes = rounded(sum(weights) / 2)
-    absmax = rounded(groups * nf4.GROUP)
-    return codes + absmax + 2 * rounded(groups * 4)
+    absmax = rounded(groups * nf4.GROUP)  # in 8 bits
+    scale_and_mean = 2 * rounded(groups * FP32)
+    return codes + absmax + scale_and_mean
 
 
 def adapter_bytes(w: Workload) -> int:
@@ -138,7 +145,7 @@ def _adapter_tensors(w: Workload) -> list[int]:
 
 def _moment_bytes(w: Workload) -> int:
     """Returns the bytes of the two moments of each trained weight, and of AdamW's count of steps."""
-    if w.full:
+    if w.full_tuning:
         of_layers, of_others = sizes(w.model)
         return sum(2 * _moment8(count) + GRAIN for count in of_layers + of_others)
     return w.model.num_hidden_layers * sum(2 * size + GRAIN for size in _adapter_tensors(w))
@@ -164,9 +171,10 @@ def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
 
 def _moment8(count: int) -> int:
     """Returns the bytes of a moment of `count` numbers as training/adamw8.py keeps it: codes and scales, or fp32."""
-    if count < 4096 or count % 256:
-        return rounded(count * 4)
-    return rounded(count) + rounded(count / 64)
+    if count < MIN_WEIGHTS8 or count % BLOCK8:
+        return rounded(count * FP32)
+    scales = rounded(count / BLOCK8 * FP32)
+    return rounded(count) + scales
 
 
 # Phases
@@ -251,13 +259,20 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
     """Returns the bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
+    # See nf4.dequantize. Two weights have one byte of codes, which becomes an index in int32.
+    index = 2  # bytes of a weight
     if w.on_cuda:
-        temporary = weights * 4  # the codes as int32, and code points in fp16
+        temporary = weights * (index + 2)  # and a code point in fp16
     elif weights > nf4.TILE:
-        temporary = nf4.TILE * 10  # a tile's numbers, beside those of the one before
+        temporary = nf4.TILE * (index + 2 * FP32)  # and one in fp32, beside those of the tile before
     else:
-        temporary = weights * 6
-    return weights * w.element + weights // nf4.BLOCK * 8 + temporary
+        temporary = weights * (index + FP32)
+    absmax = weights // nf4.BLOCK * 2 * FP32  # of each weight, and of all of them joined
+    return weights * w.element + absmax + temporary
+
+
+# The factors of the functions below count, per token, the tensors of models/causal_lm.py that exist at once, by their
+# widths. They were found by counting live tensors: bench/memory.py holds the sums against measured peaks.
 
 
 def _forward(w: Workload, memory: Memory, tokens: int) -> int:
@@ -271,11 +286,13 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     attention = tokens * (2 * hidden + 3 * queries + keys_and_values) * e
     attention += _dense(w, memory, hidden * (queries + keys_and_values))
     dense = _dense(w, memory, 2 * hidden * inner)
-    inside = max(tile * 3 * inner * e, tile * 2 * inner * e + dense)
+    gate_and_up = tile * 2 * inner * e
+    product = tile * inner * e
+    inside = max(gate_and_up + product, gate_and_up + dense)
     states = tokens * hidden * e
     feed_forward = 2 * states + tile * hidden * e + inside
     if tile < tokens:
-        feed_forward += states
+        feed_forward += states  # the results of the tiles, joined
     return 2 * states + max(attention, feed_forward)
 
 
@@ -284,8 +301,8 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
     rows = min(memory.loss_chunk, tokens)
     tile_rows = min(rows, logprobs.tile_rows("cuda" if w.on_cuda else "cpu"))
     logits = rows * w.vocabulary * w.element
-    in_fp32 = tile_rows * w.vocabulary * 4 * 3
-    of_hidden = tokens * w.model.hidden_size * 4 if gradients else 0
+    in_fp32 = 3 * tile_rows * w.vocabulary * FP32  # scaled logits, log-probabilities and probabilities
+    of_hidden = tokens * w.model.hidden_size * FP32 if gradients else 0
     return logits + in_fp32 + of_hidden
 
 
@@ -342,7 +359,7 @@ def _teach(w: Workload, memory: Memory, teacher: TeacherWork) -> Parts:
         reading["teacher's LoRA"] = adapter_bytes(work) * teacher.adapters
     reading |= _score(work, own_memory)
     loss_tokens = _largest_pass(work, own_memory, work.scored_rows).loss_tokens
-    reading["distributions"] = loss_tokens * teacher.top * 8
+    reading["distributions"] = loss_tokens * teacher.top * (4 + FP32)  # ids in int32, and log-probabilities
     return largest([loading, reading])
 
 
@@ -390,7 +407,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
         "prefill": _forward(w, memory, together) + masks,
     }
     logits = w.model.vocab_size * w.element
-    sampling = rows * (logits + w.model.vocab_size * (4 + 4))
+    sampling = rows * (logits + w.model.vocab_size * (FP32 + FP32))  # logits; scaled ones and probabilities
     if w.draft_tokens and not graphs:  # the rows that go on are copied from the logits of all places
         sampling += (rows + min(rows * w.draft_tokens, MOST_DRAFTED)) * logits
     drawing = {
@@ -483,14 +500,14 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     of_layer = b.tokens * _activation_bytes(w) + b.layer_input + b.repeated + b.joined
     kept_layers = {"kept layers": (layers - b.recomputed) * of_layer}
     accumulated = b.accumulated
-    if w.full:
-        accumulated = rounded(m.vocab_size * m.hidden_size * 4)  # of the head, in fp32
+    if w.full_tuning:
+        accumulated = rounded(m.vocab_size * m.hidden_size * FP32)  # of the head
         yield inputs | {"optimizer's tile": TILE8, "gradients": accumulated}
     # The loss: all layers are done, the chunk's logits are there.
     of_hidden = b.loss_tokens * m.hidden_size
     chunk = _chunk(w, memory, b.loss_tokens, gradients=True) + of_hidden * w.element
     if w.critic:
-        chunk += 2 * of_hidden * 4
+        chunk += 2 * of_hidden * FP32  # hidden states as the value head takes them, and their gradient
     yield inputs | kept_layers | {"loss chunk": chunk, "gradients": accumulated}
     # The first of the layers that keep their activations, its gradients beside them.
     if b.recomputed < layers:
@@ -499,7 +516,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if not b.recomputed:
         return
     live = _live_bytes_of_recomputed(w, memory, b)
-    if w.full:
+    if w.full_tuning:
         accumulated += sum(sizes(m)[0]) // layers * w.element
     # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
     for layer in (b.recomputed, 1):

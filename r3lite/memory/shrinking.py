@@ -36,7 +36,7 @@ class ShrinkingGrant(Grant):
         self.optimizer = optimizer
         self.ranks = ranks
 
-    def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
+    def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
         """Returns the result of `work(*args)`; if memory runs out, of the same again with smaller figures.
 
         Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made

@@ -43,7 +43,7 @@ class Workload:
     row_tokens: int  # of the longest row or episode
     packed: Packed | None = None  # the folder's weights, if it is in NF4 whatever --quantize says
     trains: bool = True
-    full: bool = False  # all weights are trained, and there is no adapter
+    full_tuning: bool = False  # all weights are trained, and there is no adapter
     lora_r: int = 8
     targets: tuple[str, ...] = ()
     rows: int = 1  # of one backward pass at most
@@ -82,7 +82,7 @@ class Workload:
     @property
     def pass_tokens(self) -> int:
         """Tokens of a pass at least: of a row, or in full fine-tuning of all rows of a step."""
-        return self.row_tokens * (self.rows if self.full else 1)
+        return self.row_tokens * (self.rows if self.full_tuning else 1)
 
     @property
     def learned_rows(self) -> int:

@@ -81,7 +81,7 @@ def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float
     if full and base["packed"]:
         cause = f"--no-lora cannot train {config.model.model}, whose weights are in 4 bits"
         raise R3LiteError(cause, "Pass the unquantized model, or remove --no-lora.", code="no-lora-quantized")
-    trained = {"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)
+    trained = {"full_tuning": True, "lora_r": 0} if full else _adapter(config.model, config.lora)
     return Workload(
         **base,
         **trained,

@@ -16,7 +16,7 @@ from r3lite.models.causal_lm import CausalLM
 class FullTuning:
     """Trains a model's weights: `apply(parameter, gradient)` is called for each once in a pass, the last layer first.
 
-    A pass is a forward pass with one loss, `head_gradient` given to it, its backward pass, and `finish`.
+    A pass is a forward pass with one loss, `head_gradient` given to it, its backward pass, and `apply_last`.
     """
 
     def __init__(self, model: CausalLM, apply: Callable[[nn.Parameter, Tensor], None]):
@@ -39,7 +39,7 @@ class FullTuning:
         return self.head_grad
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def apply_last(self) -> None:
         """Applies the gradients of norm, head and embedding, which are complete after the backward pass."""
         self._apply(list(self.norm.parameters()))
         ids, rows = self.read

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.cache import CACHE
+from r3lite.core.errors import R3LiteError, reason
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
@@ -21,7 +22,6 @@ from r3lite.models.causal_lm import CausalLM, RopeScaling, divisor_factors, rota
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
 
-CACHE = "~/.cache/r3lite"
 LAYOUT = 2  # of what is made here: a folder of another is not used
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 SIZES = {
@@ -73,7 +73,9 @@ def of(path: Path) -> Path:
                 os.rename(temporary, folder)
     except OSError as error:
         raise R3LiteError(
-            f"{folder} cannot be written: {error}", "Check disk space and permissions.", code="gguf-cache-unwritable"
+            f"{folder} cannot be written: {reason(error)}",
+            "Check disk space and permissions.",
+            code="gguf-cache-unwritable",
         ) from error
     return folder
 

@@ -8,6 +8,7 @@ head's weight, which is frozen.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ UNIT = 1024.0
 SMALLEST_SIZE = torch.finfo(torch.float32).tiny * UNIT  # of a row's gradient, so that 1 / size is finite
 HEAD_ROWS = 8192  # rows of the head whose gradient is computed at a time
 
-Metrics = dict[str, Tensor]
-CandidatesLoss = Callable[[slice, Tensor], tuple[Tensor, Metrics]]
-"""Rows, and their log-probabilities [n, k] of k tokens each -> the loss they add, a scalar, and its metrics."""
-Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Metrics]]
-"""Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its metrics, detached."""
+M = TypeVar("M")  # what a loss measures beside its value, such as metrics; detached
+CandidatesLoss = Callable[[slice, Tensor], tuple[Tensor, M]]
+"""Rows, and their log-probabilities [n, k] of k tokens each -> the loss they add, a scalar, and its measurements."""
+Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, M]]
+"""Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its measurements."""
 
 
 @torch.no_grad()
@@ -61,13 +62,13 @@ def token_loss(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Tensor,
-    loss: Loss,
+    loss: Loss[M],
     temperature: float = 1.0,
     chunk: int = CHUNK,
     with_entropy: bool = False,
     head_grad: Tensor | None = None,
-) -> tuple[Tensor, list[Metrics]]:
-    """Returns the sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and each chunk's metrics in order.
+) -> tuple[Tensor, list[M]]:
+    """Returns the sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and what it measures of each chunk.
 
     Arguments are as in `token_logprobs`. The upstream gradient is known as soon as a chunk's log-probabilities are, so
     the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice;
@@ -76,19 +77,19 @@ def token_loss(
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad
 
-    def loss_of_chunk(rows: slice) -> tuple[Tensor, Metrics, Tensor | None]:
+    def loss_of_chunk(rows: slice) -> tuple[Tensor, M, Tensor | None]:
         logits = _logits(hidden[rows], head_weight)
         logprobs, entropies = _statistics(
             logits, targets[rows], temperature=temperature, with_entropy=with_entropy, to_gradients=trains
         )
         if not trains:
-            value, metrics = loss(rows, logprobs, entropies)
-            return value, metrics, None
+            value, measured = loss(rows, logprobs, entropies)
+            return value, measured, None
         with torch.enable_grad():
             inputs = [logprobs.requires_grad_()]
             if entropies is not None:
                 inputs.append(entropies.requires_grad_())
-            value, metrics = loss(rows, logprobs, entropies)
+            value, measured = loss(rows, logprobs, entropies)
         grad_logprobs, *grad_entropies = torch.autograd.grad(value, inputs, allow_unused=True)
         value = value.detach()
         depends_on_entropies = bool(grad_entropies) and grad_entropies[0] is not None
@@ -103,14 +104,14 @@ def token_loss(
                 grad_entropies=grad_entropies[0],
                 temperature=temperature,
             )
-            return value, metrics, grad_hidden
+            return value, measured, grad_hidden
         scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
         if head_grad is not None:
             scaled_hidden = (hidden[rows] * scale[:, None]).to(logits.dtype)
             for head_rows in _chunks(logits.shape[1], HEAD_ROWS):
                 head_grad[head_rows] += logits[:, head_rows].t() @ scaled_hidden
         grad_hidden = linear(logits, head_weight.t()).float() * scale[:, None]
-        return value, metrics, grad_hidden
+        return value, measured, grad_hidden
 
     return _Loss.apply(hidden, head_weight, len(targets), chunk, loss_of_chunk, trains, head_grad)
 
@@ -119,9 +120,9 @@ def cross_entropy(
     rows: slice,
     logprobs: Tensor,
     entropies: Tensor | None,
-) -> tuple[Tensor, Metrics]:
-    """The `Loss` of supervised fine-tuning: -log p(target), summed over the rows; it has no metrics."""
-    return -logprobs.sum(), {}
+) -> tuple[Tensor, None]:
+    """The `Loss` of supervised fine-tuning: -log p(target), summed over the rows; it measures nothing else."""
+    return -logprobs.sum(), None
 
 
 # Of what a teacher says and of the policy that is compared with it, whatever temperature is sampled at: models that say
@@ -167,23 +168,23 @@ def candidates_loss(
     hidden: Tensor,
     head_weight: Tensor,
     candidates: Tensor,
-    loss: CandidatesLoss,
+    loss: CandidatesLoss[M],
     temperature: float = 1.0,
     chunk: int = CHUNK,
-) -> tuple[Tensor, list[Metrics]]:
-    """Is `token_loss` of k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and their metrics.
+) -> tuple[Tensor, list[M]]:
+    """Is `token_loss` of k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and what it measures.
 
     `candidates` [N, k] are their ids, different in a row; they may be in host memory. The head is applied once. The
     gradient with respect to `hidden` is computed in the forward pass.
     """
 
-    def loss_of_chunk(rows: slice) -> tuple[Tensor, Metrics, Tensor]:
+    def loss_of_chunk(rows: slice) -> tuple[Tensor, M, Tensor]:
         logits = _logits(hidden[rows], head_weight)
         ids = candidates[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
         tiles = list(_chunks(len(logits), tile_rows(logits.device.type)))
         logprobs = torch.cat([_log_softmax(logits[tile], temperature).gather(-1, ids[tile]) for tile in tiles])
         with torch.enable_grad():
-            value, metrics = loss(rows, logprobs.requires_grad_())
+            value, measured = loss(rows, logprobs.requires_grad_())
         (grad,) = torch.autograd.grad(value, logprobs)  # [n, k]
         # With p = softmax(logits / T) and g_j the gradient of log p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
         unit = _unit(logits.dtype) / grad.abs().sum(-1).clamp(min=SMALLEST_SIZE)  # [n]
@@ -194,7 +195,7 @@ def candidates_loss(
             grad_logits.scatter_add_(-1, ids[tile], grad[tile])
             logits[tile] = grad_logits
         grad_hidden = linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
-        return value.detach(), metrics, grad_hidden
+        return value.detach(), measured, grad_hidden
 
     return _Loss.apply(hidden, head_weight, len(candidates), chunk, loss_of_chunk, True, None)
 
@@ -210,7 +211,7 @@ def tile_rows(device_type: str) -> int:
 class _Loss(torch.autograd.Function):
     """Sums a loss over chunks of rows.
 
-    `loss_of_chunk` returns its value and metrics and, if it trains, the gradient [n, C] with respect to a chunk's
+    `loss_of_chunk` returns its value, what it measures and, if it trains, the gradient [n, C] with respect to a chunk's
     hidden states.
     """
 
@@ -230,17 +231,17 @@ class _Loss(torch.autograd.Function):
         if trains:
             grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), device=hidden.device)
-        metrics = []
+        measured = []
         for rows in _chunks(count, chunk):
-            value, chunk_metrics, chunk_grad = loss_of_chunk(rows)
+            value, measured_of_chunk, chunk_grad = loss_of_chunk(rows)
             total += value
-            metrics.append(chunk_metrics)
+            measured.append(measured_of_chunk)
             if trains:
                 grad_hidden[rows] = chunk_grad
         ctx.save_for_backward(grad_hidden)
         ctx.dtype = hidden.dtype
         ctx.head_grad = head_grad
-        return total, metrics
+        return total, measured
 
     @staticmethod
     @once_differentiable

@@ -12,7 +12,7 @@ from r3lite.core.answer_match import split_words
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
-CUT_OFF = "cut_off"
+TURN_CUT_OFF = "cut_off"  # of a step; an episode that ends with it has the same name in `finish`
 ANSWER_WAS_FORCED = "answer_was_forced"
 NO_ROOM = "no_room"
 # Faults of every protocol that searches.
@@ -22,7 +22,7 @@ IDLE = frozenset({BLANK_QUERY, REPEATED_QUERY})  # faults of queries that retrie
 NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds in any protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
-    CUT_OFF: "was not finished within the token limit",
+    TURN_CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
     NO_ROOM: "has no room for documents",
 }
@@ -80,9 +80,9 @@ def new_queries(steps: Sequence[Step]) -> list[int]:
     return counts
 
 
-def faults_if(**faults: object) -> list[str]:
-    """Returns the names of the faults whose value is true, in order."""
-    return [name for name, is_present in faults.items() if is_present]
+def faults_if(**is_present: object) -> list[str]:
+    """Returns the names of the faults that are present: those of the keyword arguments that are true, in order."""
+    return [name for name, present in is_present.items() if present]
 
 
 class Protocol(ABC):
@@ -100,7 +100,7 @@ class Protocol(ABC):
     stop_strings: tuple[str, ...]  # each ends a turn, and stays part of its text
     user_turns: bool
     system: str | None  # the system message; None: the default of the model's chat markup
-    searches: bool = True  # a step can search; if False, an episode is one turn
+    can_search: bool = True  # a step can have searches; if False, an episode is one turn
     thinks: bool = False  # a turn begins with <think>; if False, a thinking model's thoughts are not parsed
     plans: bool = False  # the first step is a plan of all searches
     names_sources: bool = False  # searches name a kind of source
@@ -147,7 +147,7 @@ class Protocol(ABC):
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Returns the text with the documents of the last of an episode's `steps`; `question` must be `quoted`.
 
-        A protocol that `searches` needs it.
+        A protocol that can search needs it.
 
         Documents are `quoted` here: nothing in one may look like its end or like another document.
         """
@@ -161,7 +161,7 @@ class Protocol(ABC):
         """Returns the text at the beginning of a turn for the forced answer of step `number`."""
         return self.answer_heading
 
-    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
+    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
         """Returns the text that is appended to a turn that reached its token limit, so that the model writes an answer;
         None if it has begun to answer, or cannot answer there."""
         if self.answer_heading in text:
@@ -187,7 +187,7 @@ class Protocol(ABC):
             answer="the answer in a few words",
             verification=verification,
         )
-        if not self.searches:
+        if not self.can_search:
             return [answer]
         search = Step.asking("what is known so far and what has to be found next", "one short question")
         return [search, answer]

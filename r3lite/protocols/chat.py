@@ -28,7 +28,7 @@ class Chat(Protocol):
     faults = FAULTS
     stop_strings = ()
     user_turns = True
-    searches = False
+    can_search = False
     # No answer is requested, and none is finished.
     answer_request = ""
     answer_heading = ""

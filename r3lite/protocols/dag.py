@@ -105,10 +105,10 @@ class Dag(Protocol):
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return _with_final(Step(), [text])
 
-    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
+    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
         if not earlier:
             return None
-        return super().finishing(text, earlier)
+        return super().cut_off_heading(text, earlier)
 
     def step_request(self, number: int) -> str:
         if number == 1:
@@ -126,8 +126,8 @@ class Dag(Protocol):
         answer_a = "the answer of A in a few words"
         both = SearchPlan((node_a, node_b), edges=(("A", "B"),))
         return [
-            Step(both.text(), searches=plan.searches([node_a])),
-            Step(f"A: {answer_a}", searches=plan.searches([node_b], {"A": answer_a})),
+            Step(both.text(), searches=plan.searches_of([node_a])),
+            Step(f"A: {answer_a}", searches=plan.searches_of([node_b], {"A": answer_a})),
             Step("B: the answer of B in a few words", answer="the answer in a few words"),
         ]
 
@@ -144,7 +144,7 @@ class Dag(Protocol):
             first_level = plan.read(text, self.limits).levels[0]
         except InvalidPlan as error:
             return Step(text, faults=(str(error),))
-        return Step(text, plan.searches(first_level))
+        return Step(text, plan.searches_of(first_level))
 
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:
         """Returns the step of a turn that answers nodes.
@@ -167,7 +167,7 @@ class Dag(Protocol):
             answers |= earlier_answers
         needed = {name for node in levels[done] for name in node.references}
         if needed <= answers.keys():
-            searches = plan.searches(levels[done], answers)
+            searches = plan.searches_of(levels[done], answers)
             faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
             step = replace(step, searches=searches)
         return replace(step, faults=tuple(dict.fromkeys(faults)))

@@ -22,21 +22,22 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """What comes before the model's first turn: of a baseline, some of what the model would write otherwise."""
+    """What comes before the model's first turn. A baseline takes some of what the model would otherwise write."""
 
-    searches: bool = False  # a first step whose query is the question itself, and its documents
-    forces_answer: bool = False  # the heading of an answer
-    plain: bool = False  # a chat without steps, whose first user turn has the documents, if there are any
+    plain: bool = False  # a chat without steps: one user turn has the question, below the documents if there are any
+    retrieves_first: bool = False  # documents are retrieved before the first turn; the question itself is the query
+    forces_answer: bool = False  # the first turn begins with the heading of an answer
 
 
-# By the values of --baseline.
+# By the values of --baseline. `gold` opens as `rag` does; its documents differ, because EvaluateSettings.implied gives
+# it the retriever of the gold paragraphs.
 OPENINGS = {
     "none": Opening(),
-    "rag": Opening(searches=True, plain=True),
+    "rag": Opening(plain=True, retrieves_first=True),
     "closed-book": Opening(plain=True),
-    "gold": Opening(searches=True, plain=True),  # `implied` of its settings names the retriever
+    "gold": Opening(plain=True, retrieves_first=True),
     "no-retrieval": Opening(forces_answer=True),
-    "single-retrieval": Opening(searches=True, forces_answer=True),
+    "single-retrieval": Opening(retrieves_first=True, forces_answer=True),
 }
 
 
@@ -71,24 +72,27 @@ class Layout:
         )
 
     def open(self, transcript: Transcript) -> None:
-        """Appends the prompt to an empty transcript, then the search or the heading of the opening.
+        """Appends to an empty transcript what comes before the model's first turn, as far as it is known.
 
-        Then the transcript may have `pending` queries, or be finished if there is no room for an answer.
+        If the opening retrieves, the transcript then has `pending` queries, and `splice` appends what follows: in a
+        plain chat that is the whole prompt, in which the documents stand. Otherwise the transcript may be finished, if
+        there is no room for an answer.
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
         self.check_room(question, prompt)
-        documents_are_in_prompt = self.opening.searches and self.opening.plain  # then `Observations` writes it
-        if not documents_are_in_prompt:
+        if not self.opening.retrieves_first:
             transcript.observe(prompt)
-        if self.opening.searches:
-            step = self.protocol.first_search(self.protocol.quoted(question.text))
-            text = self.protocol.render(step, 1)
+            if self.opening.forces_answer:
+                self._begin_answer(transcript)
+            return
+        first_step = self.protocol.first_search(self.protocol.quoted(question.text))
+        if not self.opening.plain:
+            transcript.observe(prompt)
+            text = self.protocol.render(first_step, 1)
             transcript.observe(self._thoughts.written(transcript.tokens, text))
-            transcript.add_step(step)
-            transcript.pending = step.searches
-        elif self.opening.forces_answer:
-            self._begin_answer(transcript)
+        transcript.add_step(first_step)
+        transcript.pending = first_step.searches
 
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if a prompt leaves no room for an answer."""
@@ -116,39 +120,53 @@ class Layout:
         Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
         """
         text = self.text.read(transcript)
-        steps = transcript.steps
-        is_complete = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
+        ends_itself = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
         if transcript.awaiting_answer is not None:
-            self._close_answer(transcript, text, is_complete)
-            return
-        step = self.protocol.parse(text, steps)
-        if not is_complete:
-            step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
-            heading = self.protocol.finishing(text, steps)
-            if heading is not None:
-                self._begin_answer(transcript, step, heading=heading)
-                return
-            transcript.finish = CUT_OFF
-        elif step.answer is not None:
+            self._close_answer(transcript, text, ends_itself)
+        elif ends_itself:
+            self._close_step(transcript, self.protocol.parse(text, transcript.steps))
+        else:
+            self._close_cut_off(transcript, text)
+
+    def _close_step(self, transcript: Transcript, step: Step) -> None:
+        """Adds the step of a turn that the model ended, or has it answer if it may not search any more."""
+        hops = sum(bool(earlier_step.searches) for earlier_step in transcript.steps)
+        ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
+        if step.answer is not None:
             transcript.finish = ANSWERED
-        elif not step.searches or (self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults):
+        elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
-        elif sum(bool(s.searches) for s in steps) >= self.lengths.max_hops:
+        elif hops >= self.lengths.max_hops:
             self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
             return
-        transcript.add_step(step)
-        if transcript.finish is None:
+        else:
             transcript.pending = step.searches
+        transcript.add_step(step)
 
-    def _close_answer(self, transcript: Transcript, text: str, is_complete: bool) -> None:
-        """Adds the step that awaits its answer, with that of the finished turn. A copy of our request is no answer."""
+    def _close_cut_off(self, transcript: Transcript, text: str) -> None:
+        """Ends an episode at a turn that a limit cut off, or appends the heading of an answer if it can still have
+        one."""
+        step = self.protocol.parse(text, transcript.steps)
+        step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
+        heading = self.protocol.cut_off_heading(text, transcript.steps)
+        if heading is not None:
+            self._begin_answer(transcript, step, heading=heading)
+            return
+        transcript.finish = CUT_OFF
+        transcript.add_step(step)
+
+    def _close_answer(self, transcript: Transcript, text: str, ends_itself: bool) -> None:
+        """Adds the step that awaits its answer, with that of the turn. A copy of the protocol's request is no answer.
+
+        A turn that a limit cut off has no answer: see close_turn for `ends_itself`.
+        """
         awaiting = transcript.awaiting_answer
         step = self.protocol.read_answer(text, transcript.steps)
         is_copy = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
         faults = [*awaiting.faults, *step.faults]
         answer = None
-        if not is_complete:
-            faults.append(base.CUT_OFF)
+        if not ends_itself:
+            faults.append(base.TURN_CUT_OFF)
             transcript.finish = CUT_OFF
         elif is_copy or step.answer is None:
             transcript.finish = MALFORMED
@@ -164,7 +182,7 @@ class Layout:
         transcript.pending = ()
         step, observation = self.observations.fit(transcript, documents, self.lengths)
         transcript.steps[-1] = step
-        if observation is None:
+        if observation is None:  # not even one short document per query fits
             if self.opening.plain:
                 cause = (
                     f"--max-length {self.lengths.max_length} has no room for "
@@ -182,8 +200,8 @@ class Layout:
         """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
         `document_tokens` tokens.
 
-        Its tokens are those of a rollout with the same text, without earlier messages and a procedure; the limits of
-        `lengths` are not applied.
+        Its tokens are those of a rollout with the same text, without the question's earlier messages and procedure; the
+        limits of `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
@@ -215,15 +233,17 @@ class Layout:
         request: Sequence[int] = (),
         heading: str | None = None,
     ) -> None:
-        """Appends `request` and the heading of an answer, by default the protocol's, and awaits the answer of `step`
-        (of an empty one for a baseline); cuts the episode off if there is no room."""
+        """Begins the forced answer of `step`, or of an empty one for a baseline, or cuts the episode off if there is no
+        room.
+
+        Appends `request`, which ends the current turn, and then the heading of the answer: by default the protocol's. A
+        thought that is open there is ended before the heading.
+        """
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        turn_start = transcript.turn_start
-        if request:
-            turn_start = len(tokens)
-        thought_end = self._thoughts.end(tokens, turn_start)
+        answer_turn_start = len(tokens) if request else transcript.turn_start
+        thought_end = self._thoughts.end(tokens, answer_turn_start)
         observation = [*request, *self.tokenizer.encode_written(thought_end + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

@@ -17,7 +17,7 @@ from typing import Any
 
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError, nearest
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.r3 import R3, Headings

@@ -19,23 +19,23 @@ REQUEST = "Question: {question}\nAnswer with a short phrase or a name only, no e
 
 @dataclass(frozen=True)
 class PlainAnswer(Chat):
-    """If it `searches`, the documents before the question are found by a search for the question itself.
+    """If it `can_search`, the documents before the question are found by a search for the question itself.
 
     The answer is the first line of the reply that is not blank, or what there is of it if a limit cut it off.
     """
 
-    searches: bool = False
+    can_search: bool = False
 
     init_prompt = REQUEST
     quoted = staticmethod(one_line)
 
     @staticmethod
-    def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":
+    def load(settings: ProtocolSettings, with_documents: bool) -> "PlainAnswer":
         """Returns the protocol with the system message of the settings, if they have one."""
         system = SYSTEM
-        if searches:
+        if with_documents:
             system = WITH_DOCUMENTS
-        return PlainAnswer(settings.system_prompt or system, searches)
+        return PlainAnswer(settings.system_prompt or system, can_search=with_documents)
 
     def first_search(self, question: str) -> Step:
         return Step.asking("", question)

@@ -75,7 +75,7 @@ class Node:
         return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
 
 
-def searches(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxyType({})) -> tuple[Search, ...]:
+def searches_of(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxyType({})) -> tuple[Search, ...]:
     """Returns the searches of nodes, with the answers of other nodes filled in."""
     return tuple(Search(node.filled(answers), source=node.source) for node in nodes)
 

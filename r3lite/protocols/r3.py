@@ -117,8 +117,9 @@ class R3(Protocol):
         return (self.names.documents,)
 
     @cached_property
-    def heading(self) -> re.Pattern:
-        """Matches the headings of a step at the beginning of a line; those of options that are off are plain text."""
+    def heading_pattern(self) -> re.Pattern:
+        """Matches any heading of a part of a step, at the beginning of a line; those of options that are off are plain
+        text."""
         headings = [self.names.analysis, self.names.query, self.names.documents, self.names.answer]
         if self.most_queries > 1:
             headings.append(self.names.queries)
@@ -144,9 +145,9 @@ class R3(Protocol):
         searches = steps[-1].searches
         if len(searches) == 1:
             documents = render_documents(searches[0].documents)
-        else:  # under their queries
-            queries = [f"{i}. {search.query}" for i, search in enumerate(searches, 1)]
-            documents = render_each(queries, searches)
+        else:  # those of each query stand below it
+            numbered_queries = [f"{i}. {search.query}" for i, search in enumerate(searches, 1)]
+            documents = render_each(numbered_queries, searches)
         values = {"documents": documents, "question": question, "step": str(len(steps) + 1)}
         return filled(self.step_prompt, values)
 
@@ -158,6 +159,7 @@ class R3(Protocol):
         return f"{self.names.step} {number}:\n{self.names.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
+        # The text follows a step whose other parts are filled in, so that only the answer's own faults are found.
         verification = ""
         if self.verifies:
             verification = "-"
@@ -173,31 +175,36 @@ class R3(Protocol):
         A usable query, or else a usable answer, is kept in spite of faults, so that the episode can go on and be
         rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable.
         """
-        opening = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
+        step_heading = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         body = text
-        if opening:
-            body = text[opening.end() :]
-        preamble, *parts = self.heading.split(body)
-        headings = parts[::2]
-        sections: dict[str, str] = {}
-        for heading, section in zip(headings, parts[1::2]):
+        if step_heading:
+            body = text[step_heading.end() :]
+        # The pattern has a group, so that `split` returns headings and the texts below them in turn.
+        preamble, *headings_and_texts = self.heading_pattern.split(body)
+        headings = headings_and_texts[::2]
+        sections: dict[str, str] = {}  # by heading, the first of each
+        for heading, section in zip(headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.names.analysis, "")
-        stray_text = opening and headings and preamble.strip()
+        has_stray_text = step_heading and headings and preamble.strip()
         faults = faults_if(
-            no_step_heading=opening is None,
-            wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
+            no_step_heading=step_heading is None,
+            wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(headings),
             wrote_documents=self.names.documents in sections,
-            no_analysis=stray_text or not analysis,
+            no_analysis=has_stray_text or not analysis,
         )
         queries = self._queries(sections, faults)
-        answer = _line(sections.get(self.names.answer), "answer", faults)
+        answer = _answer(sections.get(self.names.answer), faults)
         faults += self._verification_faults(sections)
-        asks = self.names.query in sections or self.names.queries in sections
-        answers = self.names.answer in sections
-        faults += faults_if(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
-        if (asks and answers) or headings.count(self.names.answer) > 1:
+        has_query = self.names.query in sections or self.names.queries in sections
+        has_answer = self.names.answer in sections
+        faults += faults_if(
+            query_and_answer=has_query and has_answer,
+            no_query_or_answer=not has_query and not has_answer,
+        )
+        has_two_answers = headings.count(self.names.answer) > 1
+        if (has_query and has_answer) or has_two_answers:
             # It is not clear which one is meant.
             queries = []
             answer = None
@@ -212,21 +219,21 @@ class R3(Protocol):
 
     def _verification_faults(self, sections: dict[str, str]) -> list[str]:
         """Returns what is wrong with the place of the verification, or with its absence."""
-        answers = self.names.answer in sections
-        verifies = self.names.verification in sections
-        is_late = False
-        if answers and verifies:
+        has_answer = self.names.answer in sections
+        has_verification = self.names.verification in sections
+        is_after_answer = False
+        if has_answer and has_verification:
             order = list(sections)
-            is_late = order.index(self.names.verification) > order.index(self.names.answer)
-        is_missing = is_late or not sections.get(self.names.verification)
+            is_after_answer = order.index(self.names.verification) > order.index(self.names.answer)
+        is_missing = is_after_answer or not sections.get(self.names.verification)
         return faults_if(
-            no_verification=self.verifies and answers and is_missing,
-            idle_verification=verifies and not answers,
+            no_verification=self.verifies and has_answer and is_missing,
+            idle_verification=has_verification and not has_answer,
         )
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
         """Returns the usable queries of a step; appends to `faults`."""
-        query = _line(sections.get(self.names.query), "query", faults)
+        query = _query(sections.get(self.names.query), faults)
         has_list = self.names.queries in sections
         if has_list and self.names.query in sections:
             faults.append("query_and_queries")
@@ -239,7 +246,7 @@ class R3(Protocol):
 
     def _numbered_queries(self, section: str, faults: list[str]) -> list[str]:
         """Returns the usable queries of a list of queries, one a line; appends to `faults`."""
-        numbers = []
+        numbers: list[str | None] = []  # None: the line has no number
         queries = []
         for line in section.splitlines():
             if not line.strip():
@@ -251,33 +258,47 @@ class R3(Protocol):
             else:
                 numbers.append(None)
                 queries.append(line.strip())
+        expected_numbers = [str(number) for number in range(1, len(queries) + 1)]
         faults += faults_if(
-            unnumbered_query=numbers != [str(i + 1) for i in range(len(numbers))],
+            unnumbered_query=numbers != expected_numbers,
             blank_query=not queries or not all(queries),
             too_many_queries=len(queries) > self.most_queries,
         )
-        return list(filter(None, queries))[: self.most_queries]
+        usable = [query for query in queries if query]
+        return usable[: self.most_queries]
 
 
 def _has_repeated(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
     """Returns whether a query of a step asks what an earlier step, or a query before it in the step, has asked."""
     for i, query in enumerate(queries):
-        queries_before = tuple(map(Search, queries[:i]))
-        if asked_before(query, [*earlier, Step(searches=queries_before)]):
+        step_before_query = Step(searches=tuple(map(Search, queries[:i])))
+        if asked_before(query, [*earlier, step_before_query]):
             return True
     return False
 
 
-def _line(section: str | None, part: str, faults: list[str]) -> str | None:
-    """Returns the query or answer in a section, which is its first line; None if there is none.
-
-    `part` is "query" or "answer"; what is wrong with it is appended to `faults`.
-    """
+def _query(section: str | None, faults: list[str]) -> str | None:
+    """Returns the query in a section, which is its first line; None if there is none. Appends to `faults`."""
     if section is None:
         return None
+    query, more_lines = _first_line(section)
+    faults += faults_if(text_after_query=more_lines, blank_query=not query)
+    return query or None
+
+
+def _answer(section: str | None, faults: list[str]) -> str | None:
+    """Returns the answer in a section, as `_query` does the query."""
+    if section is None:
+        return None
+    answer, more_lines = _first_line(section)
+    faults += faults_if(text_after_answer=more_lines, blank_answer=not answer)
+    return answer or None
+
+
+def _first_line(section: str) -> tuple[str, str]:
+    """Returns the first line of a section and the text below it, both without blanks around them."""
     line, _, more_lines = section.partition("\n")
-    faults += faults_if(**{f"text_after_{part}": more_lines.strip(), f"blank_{part}": not line.strip()})
-    return line.strip() or None
+    return line.strip(), more_lines.strip()
 
 
 def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:

@@ -23,7 +23,7 @@ def build_protocol(settings: ProtocolSettings, opening: Opening = OPENINGS["none
     """Returns the protocol of --format, with the prompt files of the settings; or that of a baseline in a plain
     chat."""
     if opening.plain:
-        return PlainAnswer.load(settings, opening.searches)
+        return PlainAnswer.load(settings, opening.retrieves_first)
     if settings.is_own:
         return load_own(settings)
     return PROTOCOLS[settings.format](settings)

@@ -69,7 +69,7 @@ class Tags(Protocol):
     user_turns = False
 
     @property
-    def searches(self) -> bool:
+    def can_search(self) -> bool:
         return self.search is not None
 
     @property
@@ -98,7 +98,7 @@ class Tags(Protocol):
 
     @property
     def answer_request(self) -> str:
-        if not self.searches:
+        if not self.can_search:
             return ""
         return self._spliced(NO_MORE)
 
@@ -141,8 +141,8 @@ class Tags(Protocol):
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
 
-    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        heading = super().finishing(text, earlier)
+    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
+        heading = super().cut_off_heading(text, earlier)
         if not heading:
             return heading
         missing_ends = ""
@@ -186,7 +186,7 @@ class Tags(Protocol):
             answer = None
         searches: tuple[Search, ...] = ()
         if query:
-            searches = self._searches(query, faults)
+            searches = self._read_searches(query, faults)
         faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
         if searches and self.graph:
             thought = f"{thought}\n{query}".strip()
@@ -199,7 +199,7 @@ class Tags(Protocol):
         """Returns the tag of the first block that has no documents."""
         return next(block.tag for block in blocks if block.tag != self.information)
 
-    def _searches(self, text: str, faults: list[str]) -> tuple[Search, ...]:
+    def _read_searches(self, text: str, faults: list[str]) -> tuple[Search, ...]:
         """Returns the searches of a search block: its query, or those of its graph, none if that is not valid.
 
         Appends to `faults`.
@@ -209,7 +209,7 @@ class Tags(Protocol):
         try:
             nodes = [node for level in plan.read(text, self.graph).levels for node in level]
             plan.refuse_if(unfilled_reference=any(node.references for node in nodes))
-            return plan.searches(nodes)
+            return plan.searches_of(nodes)
         except InvalidPlan as error:
             faults.append(str(error))
             return ()

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, reason
 from r3lite.core.files import shipped
 from r3lite.settings import ProtocolSettings
 
@@ -62,7 +62,9 @@ def read_prompt(name: str) -> str:
             f"prompt file {name} cannot be read: no such file", remedy, code="prompt-unreadable"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"prompt file {name} cannot be read: {error}", remedy, code="prompt-unreadable") from error
+        raise R3LiteError(
+            f"prompt file {name} cannot be read: {reason(error)}", remedy, code="prompt-unreadable"
+        ) from error
 
 
 def messages(prompt: str) -> list[dict[str, str]]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, read_record
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml, read_jsonl, read_record
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 

@@ -164,7 +164,7 @@ def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     return rows
 
 
-def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
+def write_index(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     """Makes the index of the vectors and puts it into its place; returns the bytes of its file."""
     folder = build.folder
     work = build.work
@@ -225,7 +225,7 @@ def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: st
         start = time.perf_counter()
         reused = encode(gathered_passages, encoder, estimate.kind)
         encoded = time.perf_counter()
-        size = finish(gathered_passages, encoder, estimate)
+        size = write_index(gathered_passages, encoder, estimate)
     if folder:
         skipped = ({"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)

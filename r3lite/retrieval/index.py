@@ -28,6 +28,7 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
+from r3lite.core.bars import TimedLines
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
@@ -84,7 +85,7 @@ class PassageIndex:
         rankings = []
         for vector, (scores, places) in zip(vectors, nearest):
             ranking = []
-            if vector.any():
+            if vector.any():  # else no word of the query is known
                 ranking = with_scores(self.documents, places, scores=scores, source="semantic")
             rankings.append(ranking)
         return rankings
@@ -126,8 +127,9 @@ def encoded(
     Raises R3LiteError if one is not finite.
     """
     with tqdm(total=len(documents), initial=start, desc="encoding passages", unit="", disable=None) as bar:
+        lines = TimedLines(bar, "encoding", "passages")
         for i in range(start, len(documents), BLOCK):
-            vectors = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
+            vectors = encoder.encode_passages(documents[i : i + BLOCK], lines.update)
             if not np.isfinite(vectors).all():
                 cause = f"the encoder {encoder.settings['encoder']} computes vectors that are not finite"
                 raise R3LiteError(
@@ -169,12 +171,12 @@ def load(
             batch_size=batch_size,
         )
     for key, value in encoder.settings.items():
-        # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
+        # The same model may have another name, and another dtype may do: their vectors are compared below.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
             difference = f"{key} {manifest.values.get(key)}, not {value}"
             raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
-    # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
+    # Some passages are encoded again: their vectors differ if the weights or the order of the passages do.
     probe_passages = [passages.at(place) for place in probes]
     recomputed = encoder.encode_passages(probe_passages, lambda n: None)
     if not same_vectors(recomputed, np.stack(list(probes.values()))):
@@ -208,9 +210,11 @@ def _rebuild(encoder: str) -> str:
 
 
 def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
-    """Returns True if an encoder gives the vectors [N, d] that are stored, up to its precision; False if one is
-    NaN."""
-    lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # of a text without a known word 0
+    """Returns True if vectors [N, d] that an encoder gives are those that are stored, up to its precision.
+
+    It is False if a number is NaN, with which every comparison is false.
+    """
+    lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # a text without a known word has the length 0
     distances = np.linalg.norm(recomputed - stored, axis=1)
     return bool((distances <= FURTHEST * lengths).all())
 
@@ -277,8 +281,7 @@ class IndexFolder:
         self.digests = {name: files.text(name, None) for name in files.values}  # older indexes have none
 
     def file(self, role: str) -> Path | None:
-        """Returns the file of the index, or of added vectors or deleted places, checked by its digest; None without
-        one."""
+        """Returns the file of a role ("index", "added" or "deleted"), checked by its digest; None if there is none."""
         name = next((name for name in self.digests if name.startswith(role)), None)
         if name is None:
             return None
@@ -357,13 +360,13 @@ def digest(path: Path) -> str:
 
 
 def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
-    """Adds the passages that the folder's index lacks; returns how many, and how many it had already.
+    """Adds the passages that the folder's index lacks; returns their number, and the number of those that it had.
 
     Raises R3LiteError if it has another passage of the same id.
     """
     new_by_id = {document.id: document for document in documents}
     count = len(new_by_id)
-    for existing in opened.documents:
+    for existing in opened.documents:  # takes those out of `new_by_id` that the index has
         if new_by_id.pop(existing.id, existing) != existing:
             cause = f"{path} has another passage with the id {existing.id!r}"
             raise R3LiteError(cause, f"Also pass --delete {existing.id}", code="passage-id-taken")
@@ -396,10 +399,10 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
 
 
 def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
-    """Deletes the passages of these ids; returns how many, and how many had been deleted by an earlier command.
+    """Deletes the passages of these ids; returns their number, and the number of those that were deleted before.
 
-    An earlier command may have been killed after that. Raises R3LiteError if an id was never in the index, or if no
-    passage would be left.
+    So a command that was killed can be repeated. Raises R3LiteError if an id was never in the index, or if no passage
+    would be left.
     """
     folder = IndexFolder(path)
     id_set = set(ids)

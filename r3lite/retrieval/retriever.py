@@ -18,6 +18,12 @@ from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # failed queries in a row after which a run stops, because it learns nothing
 
+
+def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
+    """The retriever of `--retriever none`."""
+    return [[] for _ in pairs]
+
+
 # The retrievers of --retriever but those behind an address and web services: functions of the setup and of the number
 # of documents per query.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
@@ -25,7 +31,7 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "lexical": lexical_retriever,
     "hybrid": hybrid_retriever,
     "golden": golden_retriever,
-    "none": lambda setup, top_k: lambda pairs: [[] for _ in pairs],
+    "none": lambda setup, top_k: retrieve_nothing,
 }
 
 
@@ -76,7 +82,7 @@ class Tolerant:
         self.retrieve = retrieve
         self.gives_up = gives_up
         self.reasons: set[str] = set()
-        self.in_a_row = 0
+        self.failures_in_a_row = 0
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:
@@ -87,13 +93,13 @@ class Tolerant:
             if isinstance(error, R3LiteError):
                 return [self._failure(error.cause)]
             return [self._failure(f"{type(error).__name__}: {error}")]
-        self.in_a_row = 0
+        self.failures_in_a_row = 0
         return documents
 
     def _failure(self, reason: str) -> Failure:
         """Counts a failed query and prints its reason, once. Raises R3LiteError after GIVE_UP in a row."""
-        self.in_a_row += 1
-        if self.gives_up and self.in_a_row >= GIVE_UP:
+        self.failures_in_a_row += 1
+        if self.gives_up and self.failures_in_a_row >= GIVE_UP:
             remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."
             raise R3LiteError(
                 f"the retriever failed on {GIVE_UP} queries in a row: {reason}", remedy, code="retriever-failed"

@@ -120,7 +120,7 @@ class Judge:
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
         """
         # An episode without a query or an answer has nothing to judge, and costs no call.
-        judged = [i for i, episode in enumerate(episodes) if episode.prediction or episode.searches]
+        judged = [i for i, episode in enumerate(episodes) if episode.prediction or episode.search_count]
         with self.spans.span("judge", episodes=len(judged)):
             requests = [request_for(episodes[i]) for i in judged]
             replies = self.client.generate_all(requests, progress, self._watch)

@@ -115,7 +115,7 @@ class NamedReward:
         """True if it counts as a reward for the answer."""
         return self.weight != 0 and (self.function in ANSWER_REWARDS or ":" in self.name)
 
-    def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
+    def step_rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
         """Returns the weighted reward of each step; None if the reward is missing.
 
         Raises R3LiteError if the function fails or returns what is no reward.
@@ -130,7 +130,7 @@ class NamedReward:
             by_step = list(value)
         else:
             by_step = [0.0] * (step_count - 1) + [value]
-        # Those with flags have no bound of their own: `Scored` refuses a step's sum that is too large.
+        # Those with flags have no bound of their own: `EpisodeReward` refuses a step's sum that is too large.
         if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
             limit = f"a number of at most {LARGEST_REWARD:.0e}"

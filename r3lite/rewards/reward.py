@@ -19,22 +19,22 @@ MIN_QUESTIONS = 8  # a reward that is missing for all episodes of so many questi
 
 
 @dataclass(frozen=True)
-class Scored:
+class EpisodeReward:
     """The rewards of an episode.
 
-    `steps[k]` is the reward at the end of step k. `parts` has the weighted parts, which add up to the total: `format`,
-    `process`, `outcome`, `search` if searches are rewarded, and each named reward. And, for the log, `em`, `f1`,
-    `recall` (None if the question has no gold paragraphs) and, with a judge, `judge` (1 if it says that the answer is
-    right). `answer` is what the answer alone is paid: `outcome` and the named rewards that pay for answers; None if the
-    run pays for none. Raises R3LiteError if a reward is not finite or too large for fp32.
+    `by_step[k]` is the reward at the end of step k. `parts` has the weighted parts, which add up to the total:
+    `format`, `process`, `outcome`, `search` if searches are rewarded, and each named reward. And, for the log, `em`,
+    `f1`, `recall` (None if the question has no gold paragraphs) and, with a judge, `judge` (1 if it says that the
+    answer is right). `answer_reward` is that of the answer alone: `outcome` and the named rewards for answers; None if
+    the run has no reward for answers. Raises R3LiteError if a reward is not finite or too large for fp32.
     """
 
-    steps: list[float]
+    by_step: list[float]
     parts: dict[str, float | None] = field(default_factory=dict)
-    answer: float | None = None
+    answer_reward: float | None = None
 
     def __post_init__(self):
-        for reward in self.steps:
+        for reward in self.by_step:
             if not abs(reward) <= LARGEST_REWARD:  # true of NaN, too
                 cause = f"the reward of a step is {reward}; it must be finite and at most {LARGEST_REWARD:.0e}"
                 raise R3LiteError(
@@ -43,15 +43,17 @@ class Scored:
 
     @property
     def total(self) -> float:
-        return sum(self.steps)
+        return sum(self.by_step)
 
     @property
     def signal(self) -> float:
-        """Returns what the episodes of a group are compared by: the reward of the answer, or the total if none is paid.
+        """Returns what tells the episodes of a group apart: the reward of the answer, or the total if there is none.
 
-        Otherwise wrong answers that differ in recall only would count as something to learn from.
+        With the total alone, wrong answers that differ in recall only would count as something to learn from.
         """
-        return self.total if self.answer is None else self.answer
+        if self.answer_reward is None:
+            return self.total
+        return self.answer_reward
 
     @property
     def right(self) -> bool:
@@ -70,19 +72,19 @@ def highest_outcome(settings: RewardSettings) -> float:
     return settings.outcome_em + settings.outcome_f1 + settings.outcome_judge
 
 
-def outcome_share(scored: Scored, settings: RewardSettings) -> float:
+def outcome_share(reward: EpisodeReward, settings: RewardSettings) -> float:
     """Returns the outcome reward as a share of the highest possible one, from 0 to 1.
 
     It shows how right an answer is; the total does not, because format and recall are rewarded for wrong answers, too.
     """
-    return scored.parts["outcome"] / highest_outcome(settings)
+    return reward.parts["outcome"] / highest_outcome(settings)
 
 
 def score(
     episode: Episode,
     settings: RewardSettings,
     verdict: Verdict | None = None,
-) -> Scored | None:
+) -> EpisodeReward | None:
     """Returns the rewards of an episode: each step's is the sum over the rewards of the settings.
 
     These are `format`, `process`, `search` and `outcome` (parts.py), and each of `rewards`, at the steps that its
@@ -94,41 +96,42 @@ def score(
     if verdict is None and needs_verdict(settings):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
-    rewards = rewards_of(settings)
-    by_name = {reward.name: reward.rewards(episode, verdict) for reward in rewards}
-    if None in by_name.values():
+    functions = rewards_of(settings)
+    step_rewards_by_name = {function.name: function.step_rewards(episode, verdict) for function in functions}
+    if None in step_rewards_by_name.values():
         return None
-    steps = [0.0] * len(episode.steps)
-    for step_rewards in by_name.values():  # in the order of `rewards_of`: another one would change the last bits
-        steps = [total + reward for total, reward in zip(steps, step_rewards, strict=True)]
-    totals = {name: sum(step_rewards) for name, step_rewards in by_name.items()}
+    by_step = [0.0] * len(episode.steps)
+    # Added in the order of `rewards_of`: another one would change the last bits.
+    for step_rewards in step_rewards_by_name.values():
+        by_step = [total + reward for total, reward in zip(by_step, step_rewards, strict=True)]
+    totals = {name: sum(step_rewards) for name, step_rewards in step_rewards_by_name.items()}
     parts = {name: totals[name] for name in ALWAYS} | totals  # those of ALWAYS first
-    answer = None
-    answer_rewards = [reward.name for reward in rewards if reward.pays_answer]
-    if highest_outcome(settings) or answer_rewards:
-        answer = parts["outcome"] + sum(parts[name] for name in answer_rewards)
+    answer_reward = None
+    for_answers = [function.name for function in functions if function.pays_answer]
+    if highest_outcome(settings) or for_answers:
+        answer_reward = parts["outcome"] + sum(parts[name] for name in for_answers)
     em, f1 = answer_scores(episode)
     parts |= {"em": em, "f1": f1, "recall": episode.recall}
     if verdict is not None:
         parts["judge"] = judged_answer(episode, verdict)
-    return Scored(steps, parts, answer)
+    return EpisodeReward(by_step, parts, answer_reward)
 
 
 def score_all(
     episodes: list[Episode],
     settings: RewardSettings,
     judge: Judge | None,
-) -> list[Scored | None]:
+) -> list[EpisodeReward | None]:
     """Returns the rewards of each episode, by the judge's verdicts if there is a judge; None: a missing one, see
     `score`."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)
-    scored = [score(episode, settings, verdict) for episode, verdict in pairs]
-    if all(reward is None for reward in scored):
+    rewards = [score(episode, settings, verdict) for episode, verdict in pairs]
+    if all(reward is None for reward in rewards):
         questions = {episode.question.id for episode in episodes}
         if len(questions) >= MIN_QUESTIONS:
             _refuse_always_missing(episodes, verdicts, settings)
-    return scored
+    return rewards
 
 
 def _refuse_always_missing(
@@ -145,9 +148,9 @@ def _refuse_always_missing(
             pairs.append((episode, verdict))
     if not pairs:
         return
-    for reward in named_rewards(settings):
-        if all(reward.rewards(episode, verdict) is None for episode, verdict in pairs):
+    for function in named_rewards(settings):
+        if all(function.step_rewards(episode, verdict) is None for episode, verdict in pairs):
             remedy = "The questions lack what it needs, such as gold paragraphs: remove it, or pass other --data."
             raise R3LiteError(
-                f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy, code="reward-missing"
+                f"the reward {function.name} is missing for all {len(pairs)} episodes", remedy, code="reward-missing"
             )

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from r3lite.core.episode import CUT_OFF, MALFORMED, Episode
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
-from r3lite.rewards.reward import Scored
+from r3lite.rewards.reward import EpisodeReward
 
 NGRAM = 4  # tokens
 
 
 def round_metrics(
     episodes: Sequence[Episode],
-    scored: Sequence[Scored | None],
+    rewards: Sequence[EpisodeReward | None],
     turns: Sequence[Sequence[Sequence[int]]],
     logprobs: Sequence[Sequence[float]],
 ) -> dict[str, float | None]:
@@ -23,14 +23,14 @@ def round_metrics(
     is the mean over each right episode's tokens, then over the right episodes, as in GRPO's loss; None if there are
     none. It falls when a collapse begins (arXiv 2512.04220).
     """
-    rewarded = [reward for reward in scored if reward is not None]
-    totals = [reward.total for reward in rewarded]
+    present = [reward for reward in rewards if reward is not None]
+    totals = [reward.total for reward in present]
     lengths = [sum(map(len, episode_turns)) for episode_turns in turns]
     steps = [step for episode in episodes for step in episode.steps]
     metrics = {
         "reward": statistics.fmean(totals) if totals else None,
         "reward_std": statistics.pstdev(totals) if totals else None,
-        "missing_rewards": len(scored) - len(rewarded),
+        "missing_rewards": len(rewards) - len(present),
         "retrieval_failures": sum(episode.failure is not None for episode in episodes),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/total_tokens": sum(lengths),
@@ -38,14 +38,14 @@ def round_metrics(
         "completions/repeated_ngrams": statistics.fmean(map(repeated_ngrams, turns)),
         "malformed_ratio": _share_finished(episodes, MALFORMED),
         "format_adherence": statistics.fmean(not step.faults for step in steps),
-        "searches": statistics.fmean(episode.searches for episode in episodes),
+        "searches": statistics.fmean(episode.search_count for episode in episodes),
         "queries/blank_ratio": _share_with_fault(episodes, BLANK_QUERY),
         "queries/repeated_ratio": _share_with_fault(episodes, REPEATED_QUERY),
     }
-    metrics |= _means_of_parts(rewarded)
-    metrics |= _means_of_sources(episodes, scored)
+    metrics |= _means_of_parts(present)
+    metrics |= _means_of_sources(episodes, rewards)
     right_logprobs = []
-    for episode_logprobs, reward in zip(logprobs, scored, strict=True):
+    for episode_logprobs, reward in zip(logprobs, rewards, strict=True):
         if reward is not None and reward.right:
             right_logprobs.append(statistics.fmean(episode_logprobs))
     metrics["completions/right"] = len(right_logprobs)
@@ -61,33 +61,33 @@ def _share_with_fault(episodes: Sequence[Episode], fault: str) -> float:
     return statistics.fmean(any(fault in step.faults for step in episode.steps) for episode in episodes)
 
 
-def _means_of_parts(rewarded: Sequence[Scored]) -> dict[str, float]:
+def _means_of_parts(present: Sequence[EpisodeReward]) -> dict[str, float]:
     """Returns the mean of each part over the rewards that have it: there is no recall without gold paragraphs."""
     by_name: dict[str, list[float]] = {}
-    for reward in rewarded:
+    for reward in present:
         for name, value in reward.parts.items():
             if value is not None:
                 by_name.setdefault(name, []).append(value)
     return {f"rewards/{name}/mean": statistics.fmean(by_name[name]) for name in sorted(by_name)}
 
 
-def _means_of_sources(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
+def _means_of_sources(episodes: Sequence[Episode], rewards: Sequence[EpisodeReward | None]) -> dict[str, float]:
     """Returns the mean reward of each source of questions that has rewards."""
     by_source: dict[str, list[float]] = {}
-    for episode, reward in zip(episodes, scored, strict=True):
+    for episode, reward in zip(episodes, rewards, strict=True):
         source = episode.question.source
         if source and reward is not None:
             by_source.setdefault(source, []).append(reward.total)
     return {f"reward/{source}": statistics.fmean(by_source[source]) for source in sorted(by_source)}
 
 
-def mixed_groups(scored: Sequence[Scored | None], groups: Sequence[int]) -> dict[str, float]:
+def mixed_groups(rewards: Sequence[EpisodeReward | None], groups: Sequence[int]) -> dict[str, float]:
     """Returns the metric `groups/mixed`: the share of the groups that have right and wrong answers.
 
     Groups with fewer than two rewards are left out; if no group remains, there is no such metric.
     """
     by_group: dict[int, list[bool]] = {}
-    for reward, group in zip(scored, groups, strict=True):
+    for reward, group in zip(rewards, groups, strict=True):
         if reward is not None:
             by_group.setdefault(group, []).append(reward.right)
     mixed = [len(set(rights)) == 2 for rights in by_group.values() if len(rights) > 1]
@@ -112,7 +112,7 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
 def episode_records(
     number: int,
     episodes: Sequence[Episode],
-    scored: Sequence[Scored | None],
+    rewards: Sequence[EpisodeReward | None],
     learned: Sequence[bool] | None = None,
 ) -> list[dict]:
     """Returns the lines of episodes.jsonl for round `number`: steps and rewards of each episode.
@@ -120,13 +120,13 @@ def episode_records(
     `learned` tells of each episode if its group is learned from; None: all are, and the lines do not say so.
     """
     records = []
-    for episode, reward in zip(episodes, scored, strict=True):
+    for episode, reward in zip(episodes, rewards, strict=True):
         record: dict = {"step": number}
         if episode.question.source:
             record["source"] = episode.question.source
         record |= episode.to_json()
         record["rewards"] = None if reward is None else reward.parts
-        record["step_rewards"] = None if reward is None else reward.steps
+        record["step_rewards"] = None if reward is None else reward.by_step
         records.append(record)
     for record, is_learned in zip(records, learned or ()):
         record["learned"] = is_learned

@@ -6,6 +6,7 @@ token t: whether the model sampled it, its log-probability given the tokens befo
 it, the reward given after it.
 """
 
+import math
 import random
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -25,7 +26,7 @@ class Rollout:
     """One sampled episode with its rewards."""
 
     record: TokenRecord  # its T tokens, N of which are actions
-    rewards: list[tuple[int, float]]  # (index of an action token, its reward)
+    token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # the rollouts of one question have the same
     cut_off: bool = False  # it reached a token limit before its answer
     off_policy: bool = False  # not sampled in this round; its log-probabilities are those of the policy that wrote it
@@ -36,7 +37,7 @@ class Rollout:
     @property
     def total(self) -> float:
         """The sum of the episode's rewards."""
-        return float(sum(reward for _, reward in self.rewards))
+        return float(sum(reward for _, reward in self.token_rewards))
 
     @staticmethod
     def with_final_reward(record: TokenRecord, reward: float, group: int) -> "Rollout":
@@ -54,14 +55,14 @@ class Rollout:
             logprobs=record.logprobs or zeros,
             values=zeros,
         )
-        return Rollout(record, rewards=[(last_action, reward)], group=group)
+        return Rollout(record, token_rewards=[(last_action, reward)], group=group)
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The learner fills in the fields from `old` on. Off-policy rows stand behind the others of their group.
+    The learner fills in the fields from `old` on. Off-policy rows stand behind the on-policy rows of their group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -108,13 +109,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, index: list[int]) -> "Batch":
-        """Returns the batch of the rows `index`."""
+    def select(self, rows: list[int]) -> "Batch":
+        """Returns the batch of some rows, in this order."""
         tensors = {}
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
-                tensors[name] = x[index]
-        teacher = [self.teacher[i] for i in index]
+                tensors[name] = x[rows]
+        teacher = [self.teacher[row] for row in rows]
         return Batch(**tensors, teacher=teacher)
 
     @property
@@ -132,7 +133,7 @@ class Batch:
         actions_per_row = self.action_mask.sum(-1)
         return self.off_policy.repeat_interleave(actions_per_row)
 
-    def rescored(self, logprobs: Tensor) -> "Batch":
+    def with_trainer_logprobs(self, logprobs: Tensor) -> "Batch":
         """Returns the batch with the trainer's log-probabilities [B, T] as `old`.
 
         Off-policy rows keep their recorded ones.
@@ -143,8 +144,8 @@ class Batch:
 
     def token_rows(self) -> list[list[int]]:
         """Returns the tokens of each row up to its last action token: no loss depends on those after it."""
-        ends = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: the length of a row that ends with token t
-        lengths = (ends * self.action_mask).amax(-1)  # [B]
+        length_up_to = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: that of a row which ends with token t
+        lengths = (length_up_to * self.action_mask).amax(-1)  # [B]
         rows = zip(self.tokens.tolist(), lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in rows]
 
@@ -156,19 +157,19 @@ class Batch:
         goes with the row before it.
         """
         if by_group:
-            units = [self._rows_of_group(group) for group in self.groups.unique()]
+            shuffled = [self._rows_of_group(group) for group in self.groups.unique()]
         else:
-            units = [[row] for row in range(len(self))]
-        random.Random(seed).shuffle(units)
-        parts: list[list[int]] = []  # an on-policy row each, with the off-policy rows that go with it
-        for row in chain.from_iterable(units):
+            shuffled = [[row] for row in range(len(self))]
+        random.Random(seed).shuffle(shuffled)
+        units: list[list[int]] = []  # an on-policy row each, with the off-policy rows that go with it
+        for row in chain.from_iterable(shuffled):
             if self.off_policy is not None and self.off_policy[row]:
-                parts[-1].append(row)
+                units[-1].append(row)
             else:
-                parts.append([row])
-        steps = -(-len(parts) // size)
-        cuts = [len(parts) * i // steps for i in range(steps + 1)]
-        return [list(chain.from_iterable(parts[start:end])) for start, end in pairwise(cuts)]
+                units.append([row])
+        count = math.ceil(len(units) / size)
+        bounds = [len(units) * i // count for i in range(count + 1)]
+        return [list(chain.from_iterable(units[start:end])) for start, end in pairwise(bounds)]
 
     def _rows_of_group(self, group: Tensor) -> list[int]:
         return torch.nonzero(self.groups == group)[:, 0].tolist()
@@ -192,7 +193,7 @@ def _padded_rewards(rollouts: list[Rollout], shape: torch.Size) -> Tensor:
     """The rewards of rollouts as a tensor [B, T], each at its token."""
     rewards = torch.zeros(shape)
     for row, rollout in enumerate(rollouts):
-        for position, reward in rollout.rewards:
+        for position, reward in rollout.token_rewards:
             assert rollout.record.action_mask[position], "a reward belongs to a token that the model sampled"
             rewards[row, position] += reward
     assert rewards.isfinite().all(), "a reward is a finite number"
@@ -275,23 +276,29 @@ def action_logprobs(
     vocabulary: int,
     temperature: float,
     chunk: int = CHUNK,
-    entropies: bool = False,
 ) -> Tensor:
-    """Returns the log-probabilities [N] of the action tokens, or with `entropies` the entropies [N] of their
-    distributions, in nats.
+    """Returns the log-probabilities [N] of the action tokens.
 
     The distributions are the sampler's: over the first `vocabulary` ids, at its temperature.
     """
     hidden, targets = action_states(model, batch)
     head = model.head_weight[:vocabulary]
-    logprobs, entropy = token_logprobs(
-        hidden,
-        head,
-        targets,
-        temperature=temperature,
-        chunk=chunk,
-        with_entropy=entropies,
-    )
-    if entropies:
-        return entropy
+    logprobs, _ = token_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
     return logprobs
+
+
+def action_entropies(
+    model: CausalLM,
+    batch: Batch,
+    vocabulary: int,
+    temperature: float,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Returns the entropies [N], in nats, of the distributions from which the action tokens were sampled.
+
+    The distributions are those of `action_logprobs`.
+    """
+    hidden, targets = action_states(model, batch)
+    head = model.head_weight[:vocabulary]
+    _, entropies = token_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk, with_entropy=True)
+    return entropies

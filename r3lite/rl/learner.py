@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from r3lite.models.logprobs import TEACHER_TEMPERATURE, candidates_loss, token_l
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
-from r3lite.rl.batch import ActionTokens, Batch, action_logprobs, action_states
+from r3lite.rl.batch import ActionTokens, Batch, action_entropies, action_logprobs, action_states
 from r3lite.rl.losses import (
     GUIDED,
     OFF_POLICY,
@@ -50,6 +51,25 @@ class UpdateBudget(Protocol):
 
     def accepts(self, kl: float, error: float) -> bool:
         """Decides by the KL and its standard error if an update may be taken; if not, the last one was taken back."""
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """The loss of a micro-batch, and what is measured of its action tokens."""
+
+    loss: Tensor  # [] summed over the tokens, with gradients
+    sums: list[Sums]  # of the metrics, chunk by chunk: they are added up later, always in one order
+    log_ratios: Tensor  # [2, N] of the N on-policy tokens, see `MeasuredChunk`
+
+
+@dataclass(frozen=True)
+class MeasuredChunk:
+    """What is measured of n action tokens, some of which may be off-policy."""
+
+    sums: Sums  # of the metrics
+    # [2, n]. Row 0: the current log-probability minus that which the sampler recorded; row 1: the log of the ratio that
+    # the algorithm clips.
+    log_ratios: Tensor
 
 
 @dataclass
@@ -77,7 +97,7 @@ class Learner:
         """Takes all optimizer steps of a round and returns its metrics. `seed` shuffles the mini-batches."""
         settings = self.settings
         if settings.old_logprobs == "trainer":
-            batch = batch.rescored(self.sum_over_ranks(self.policy_logprobs, batch))
+            batch = batch.with_trainer_logprobs(self.sum_over_ranks(self.policy_logprobs, batch))
         if settings.has_reference:
             batch = replace(batch, reference=self.sum_over_ranks(self.reference_logprobs, batch))
         if self.budget:
@@ -89,7 +109,7 @@ class Learner:
         scaled = settings.negative_advantage_scale * advantages
         batch = replace(batch, advantages=torch.where(advantages < 0, scaled, advantages))
         step_sums: list[Sums] = []  # of each optimizer step
-        first_epoch_ratios: list[Tensor] = []  # [2, N] of each optimizer step of the first epoch, see `loss`
+        first_epoch_ratios: list[Tensor] = []  # [2, N] log-ratios of each optimizer step of the first epoch
         norms: list[float] = []
         total = settings.update_epochs * len(batch)
         bar = tqdm(total=total, desc="learning", unit="episode", **BRIEF)
@@ -100,7 +120,7 @@ class Learner:
                 by_group=self.algorithm.has_groups,
             )
             for rows in mini_batches:
-                sums, log_ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
+                sums, log_ratios = self.grant.run_within_memory("update", self.add_gradients, batch.select(rows))
                 bar.update(len(rows))
                 step_sums.append(sums)
                 if epoch == 0:
@@ -133,9 +153,9 @@ class Learner:
         metrics |= sampling_metrics(ratios_by_step, self.settings.clip_low, self.settings.clip_high)
         return metrics
 
-    def sum_over_ranks(self, work: Callable[..., Tensor], *args) -> Tensor:
-        """Returns `work(*args)` [B, T], which each rank computes for its own rows and leaves 0 at all others."""
-        return self.ranks.sum_(self.grant.attempt("update", work, *args))
+    def sum_over_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
+        """Returns the sum over the ranks of `work(*args)` [B, T], which is 0 at the rows of other ranks."""
+        return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Returns the log-probabilities [B, T] of the action tokens under the reference policy.
@@ -145,30 +165,36 @@ class Learner:
         with use_adapter(self.model, self.reference):
             return self.policy_logprobs(batch)
 
-    @torch.no_grad()
-    def policy_logprobs(self, batch: Batch, entropies: bool = False) -> Tensor:
-        """Returns the log-probabilities [B, T] of the action tokens under the active adapter.
+    def policy_logprobs(self, batch: Batch) -> Tensor:
+        """Returns the log-probabilities [B, T] of the action tokens under the active adapter; other ranks' rows are
+        0."""
+        return self._of_actions(action_logprobs, batch)
 
-        With `entropies` returns the entropies of their distributions instead. Other ranks' rows are 0.
-        """
-        values = torch.zeros_like(batch.logprobs)
+    def policy_entropies(self, batch: Batch) -> Tensor:
+        """Returns the entropies [B, T] of the distributions of the action tokens, as in `policy_logprobs`."""
+        return self._of_actions(action_entropies, batch)
+
+    @torch.no_grad()
+    def _of_actions(self, measure: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Returns what `measure`, a function of a model and a batch, says of each action token of this rank's rows, as
+        [B, T] with 0 elsewhere."""
+        measured = torch.zeros_like(batch.logprobs)
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
-                micro_batch = batch.rows(rows)
-                action_values = action_logprobs(
+                micro_batch = batch.select(rows)
+                of_actions = measure(
                     self.model,
                     micro_batch,
                     vocabulary=self.vocabulary,
                     temperature=self.temperature,
                     chunk=self.grant.memory.loss_chunk,
-                    entropies=entropies,
                 )
-                values[rows] = micro_batch.spread(action_values.cpu())
-        return values
+                measured[rows] = micro_batch.spread(of_actions.cpu())
+        return measured
 
     def mean_entropies(self, batch: Batch) -> Tensor:
         """Returns the policy's mean entropy [B] over each row's action tokens, in nats."""
-        entropies = self.sum_over_ranks(self.policy_logprobs, batch, True)  # [B, T]
+        entropies = self.sum_over_ranks(self.policy_entropies, batch)  # [B, T]
         return entropies.sum(-1) / batch.action_mask.sum(-1)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
@@ -196,37 +222,23 @@ class Learner:
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))  # over all micro-batches and ranks
         sums: list[Sums] = []
-        log_ratios = [torch.empty(2, 0, device=self.precision.device)]
+        log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
-                micro_batch = batch.rows(rows)
-                compute_loss = self.loss if micro_batch.teacher[0] is None else self.guided_loss
-                loss, chunk_sums, chunk_ratios = compute_loss(micro_batch)
-                self.precision.backward(loss)
-                sums += chunk_sums
-                log_ratios.append(chunk_ratios)
+                micro_batch = batch.select(rows)
+                if micro_batch.teacher[0] is None:  # then no row of the micro-batch has a teacher
+                    measured = self.loss(micro_batch)
+                else:
+                    measured = self.guided_loss(micro_batch)
+                self.precision.backward(measured.loss)
+                sums += measured.sums
+                log_ratios.append(measured.log_ratios)
         return sum_by_name(sums), torch.cat(log_ratios, dim=1)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
-        """Returns the summed loss of a micro-batch, the metrics' sums chunk by chunk, and the log-ratios [2, N].
-
-        The log-ratios are those of its N on-policy action tokens: row 0 is the current log-probability minus the one
-        that the sampler recorded, row 1 the log of the ratio that the algorithm clips. The sums of the chunks are not
-        added up here, so that they are always added in one order.
-        """
+    def loss(self, batch: Batch) -> MeasuredLoss:
+        """Returns the loss of a micro-batch, by the algorithm and with the critic's if it has one."""
         self._last_micro_batch = batch
         actions = ActionTokens.of(batch, self.model.head_weight.device)
-        log_ratios = actions.old_logprobs.new_empty(2, len(actions.old_logprobs))
-
-        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
-            chunk = actions[rows]
-            detached = logprobs.detach()
-            log_ratios[0, rows] = detached - chunk.sampled_logprobs
-            log_ratios[1, rows] = self.algorithm.log_ratios(chunk, detached)
-            per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)
-            sums = token_sums({"entropy": entropy} | metrics, chunk.off_policy)
-            return (per_token * chunk.weights).sum(), sums
-
         with self.precision.autocast():
             hidden, tokens = action_states(self.model, batch)
             head = self.model.head_weight[: self.vocabulary]
@@ -240,11 +252,11 @@ class Learner:
                     chunk=chunk_size,
                 )
                 actions = actions.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
-            loss, sums = token_loss(
+            loss, chunks = token_loss(
                 hidden,
                 head,
                 tokens,
-                loss=policy_loss,
+                loss=partial(self._policy_loss, actions),
                 temperature=self.temperature,
                 chunk=chunk_size,
                 with_entropy=True,
@@ -252,10 +264,12 @@ class Learner:
             values = None
             if self.value_head is not None:
                 values = self.value_head(hidden)
+        sums = [chunk.sums for chunk in chunks]
         if values is not None:
             per_token, metrics = self.algorithm.value_loss(actions, values)
             loss = loss + self.settings.value_coefficient * (per_token * actions.weights).sum()
-            sums = [*sums, token_sums(metrics)]
+            sums.append(token_sums(metrics))
+        log_ratios = torch.cat([chunk.log_ratios for chunk in chunks], dim=1)
         off_policy = batch.off_policy_actions  # on the host, so that indexing does not wait for the device
         if off_policy is not None:
             on_policy = torch.nonzero(~off_policy)[:, 0]
@@ -266,10 +280,32 @@ class Learner:
             TOKENS: on_policy_tokens,
             OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
         }
-        return loss, [*sums, totals], log_ratios
+        return MeasuredLoss(loss, [*sums, totals], log_ratios)
 
-    def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
-        """Returns `loss` of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
+    def _policy_loss(
+        self,
+        actions: ActionTokens,
+        rows: slice,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> tuple[Tensor, MeasuredChunk]:
+        """Returns the summed loss of the action tokens `rows` by the algorithm, and what is measured of them.
+
+        `logprobs` [n] and `entropy` [n] are those of the current policy, with gradients.
+        """
+        chunk = actions[rows]
+        detached = logprobs.detach()
+        sampler_log_ratios = detached - chunk.sampled_logprobs
+        clipped_log_ratios = self.algorithm.log_ratios(chunk, detached)
+        per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)
+        measured = MeasuredChunk(
+            sums=token_sums({"entropy": entropy} | metrics, chunk.off_policy),
+            log_ratios=torch.stack((sampler_log_ratios, clipped_log_ratios)),
+        )
+        return (per_token * chunk.weights).sum(), measured
+
+    def guided_loss(self, batch: Batch) -> MeasuredLoss:
+        """Returns the loss of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
         self._last_micro_batch = batch
         weights = batch.weights[batch.action_mask]  # [N]
         teacher_logprobs = torch.cat([top_tokens.logprobs for top_tokens in batch.teacher])  # [N, k]
@@ -292,7 +328,7 @@ class Learner:
                 chunk=self.grant.memory.loss_chunk,
             )
         totals = {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}
-        return loss, [*sums, totals], loss.new_empty(2, 0)
+        return MeasuredLoss(loss, [*sums, totals], log_ratios=loss.new_empty(2, 0))
 
     def explain_overflow(self) -> str:
         """Runs the last micro-batch again and says which layer overflowed first, or that none did."""

@@ -71,8 +71,8 @@ class Engine:
     ) -> list[Sequence]:
         """Samples one episode per question, each from the random stream of its own seed.
 
-        Questions may repeat, with different seeds. `progress` is the label of a progress bar. `listeners`, one per
-        question, are called while the episodes are sampled.
+        Questions may repeat, with different seeds. `progress` is the name of the work, under which it is shown.
+        `listeners`, one per question, are called while the episodes are sampled.
         """
         sequences = []
         for place, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
@@ -132,6 +132,7 @@ class Engine:
         if quiet:
             bar_style = bar_style | {"disable": True}
         bar = tqdm(total=len(sequences), unit="episode", **bar_style)
+        lines = bars.TimedLines(bar, progress, "episodes")
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
                 pending = [s for s in sequences if s.pending]  # of baselines that retrieve before the first turn
@@ -143,7 +144,8 @@ class Engine:
                 scheduler, decoder = self.begin(unfinished, rows)
                 with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
-                        self.iterate(scheduler, decoder, fetcher, on_finish=bar.update)
+                        self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
+                        lines.tick()
         finally:
             self.model.train(training)
         return sequences

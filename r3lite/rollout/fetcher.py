@@ -40,19 +40,21 @@ class Fetcher:
         """
         queries = [(s.question, search) for s in sequences for search in s.pending]
         start = self.spans.now()
-        outcomes = iter(retrieve_all(self.retrieve, queries))
+        outcomes = retrieve_all(self.retrieve, queries)
         self.spans.add("retrieve", "retriever", start, queries=len(queries))
         fetched = []
+        first = 0  # index of the sequence's first query
         for sequence in sequences:
+            stop = first + len(sequence.pending)
             documents: list[list[Document]] = []  # of each query
-            for _ in sequence.pending:
-                outcome = next(outcomes)
+            for outcome in outcomes[first:stop]:
                 if isinstance(outcome, Failure):
                     sequence.failure = outcome.reason
                     documents.append([])
                 else:
                     documents.append(outcome)
             fetched.append((sequence, documents))
+            first = stop
         return fetched
 
     def ask(self, sequence: Sequence) -> None:
@@ -62,8 +64,10 @@ class Fetcher:
         self.queued.append(sequence)
 
     def send(self, idle: bool) -> None:
-        """At the end of an iteration: sends the queued queries after GATHER iterations, or at once if `idle`, when no
-        sequence is running."""
+        """Ends an iteration: sends the queued queries if the first of them has waited for GATHER iterations.
+
+        If `idle`, no sequence is running, and they are sent at once.
+        """
         if self.queued and (idle or self.iteration - self.queued_since >= GATHER):
             result = self.worker.submit(self.fetch, self.queued)
             self.in_flight.append((self.iteration + PATIENCE, result))
@@ -79,8 +83,10 @@ class Fetcher:
         return not result.done()
 
     def collect(self, idle: bool) -> list[Fetched]:
-        """At the start of an iteration: returns the documents that are due, or if `idle` the next ones; waits for
-        them."""
+        """Begins an iteration: returns the documents that are due, and waits for them.
+
+        If `idle`, no sequence is running, and the next documents are returned though they are not due.
+        """
         fetched: list[Fetched] = []
         while self.in_flight:
             due, result = self.in_flight[0]

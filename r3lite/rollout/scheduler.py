@@ -7,11 +7,20 @@ running rows only. A sequence that ends frees its row for the next waiting one. 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from r3lite.models.kv_cache import KVCache
 from r3lite.rollout.sequence import Sequence
 
 LEAST_SHARED = 16  # a shorter common prefix is prefilled again rather than copied
+
+
+class CommonPrefix(NamedTuple):
+    """What a sequence has in common with the rows of a cache."""
+
+    row: int  # that has the longest prefix of the sequence in the cache
+    cached_length: int  # tokens of that prefix
+    coming_length: int  # tokens of the longest prefix that a row will have in the cache once it is prefilled
 
 
 @dataclass
@@ -37,22 +46,21 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.rows) == len(self.cache.lengths):
                 return
-            prefix_row, cached_length, coming_length = self._common_prefix(sequence)
-            if coming_length >= LEAST_SHARED and coming_length > cached_length:
+            prefix = self._common_prefix(sequence)
+            if prefix.coming_length >= LEAST_SHARED and prefix.coming_length > prefix.cached_length:
                 continue
             self.waiting.remove(sequence)
             row = len(self.rows)
             self.rows.append(sequence)
             self.cache.lengths[row] = 0
-            if cached_length >= LEAST_SHARED:
-                self.cache.copy(prefix_row, row, cached_length)
-                sequence.cached = cached_length
+            if prefix.cached_length >= LEAST_SHARED:
+                self.cache.copy(prefix.row, row, prefix.cached_length)
+                sequence.cached = prefix.cached_length
             self._swap(row, self.active)
             self.active += 1
 
-    def _common_prefix(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Returns the row that has the longest prefix of a sequence in the cache, the length of that prefix, and the
-        length of the longest prefix that a row will have once it is prefilled."""
+    def _common_prefix(self, sequence: Sequence) -> "CommonPrefix":
+        """Returns the longest prefix that a sequence shares with a row; of equal ones that of the last row."""
         prefix_row = 0
         cached_length = 0
         coming_length = 0
@@ -64,7 +72,7 @@ class Scheduler:
             if (length, row) > (cached_length, prefix_row):
                 cached_length = length
                 prefix_row = row
-        return prefix_row, cached_length, coming_length
+        return CommonPrefix(prefix_row, cached_length, coming_length)
 
     def _distinct_rows(self) -> Iterator[tuple[int, Sequence]]:
         """Yields one row of each question, if possible one whose prompt is in the cache."""
@@ -114,11 +122,11 @@ class Scheduler:
         self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
 
 
-def passes(pending: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+def passes(tokens_of_rows: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:
     """Splits the tokens to prefill of rows 0, 1, ... into passes of at most `limit` tokens: lists of (row, tokens)."""
     parts = []
     free_tokens = limit
-    for row, tokens in enumerate(pending):
+    for row, tokens in enumerate(tokens_of_rows):
         while tokens:
             part = tokens[:free_tokens]
             parts.append((row, part))

@@ -226,8 +226,7 @@ class AskConfig(SamplingConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
     Prints the reasoning as it is sampled, the documents found by each query, and the answer. Ctrl-C stops an answer; at
-    the prompt it exits. Format, prompts, index and encoder are not read from the adapter's run: pass those that it was
-    trained with.
+    the prompt it exits. Model, format and prompts are those of the adapter's run, the encoder is the index's.
     """
 
     needs: ClassVar = (
@@ -242,8 +241,8 @@ class ServeConfig(SamplingConfig):
     """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
     The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
-    /v1/chat/completions is compatible with OpenAI's. Format, prompts, index and encoder are not read from the adapters'
-    runs: pass those that they were trained with. Ctrl-C or SIGTERM stops the server after the running answers.
+    /v1/chat/completions is compatible with OpenAI's. Model, format and prompts are those of the adapters'
+    runs, the encoder is the index's. Ctrl-C or SIGTERM stops the server after the running answers.
     """
 
     server: ServerSettings = ServerSettings()

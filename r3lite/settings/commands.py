@@ -4,10 +4,26 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.config import (
+    ANY,
+    Basic,
+    Bounds,
+    Count,
+    Fraction,
+    InputPath,
+    OfRun,
+    Required,
+    Section,
+    Tokens,
+    Trait,
+    UsageError,
+    Whole,
+)
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
+from r3lite.settings.data import DATA_FILE
+from r3lite.settings.model import ADAPTER
 from r3lite.settings.protocol import Format
 from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
@@ -18,7 +34,7 @@ Few = Annotated[int, Bounds(low=1, high=100)]
 class PrepareSettings(Section):
     """Splits."""
 
-    held_out: str | None = None
+    held_out: Annotated[str | None, DATA_FILE] = None
     """source of --dev-size and --test-size; default: the validation split of a known data set, else --data"""
     train_size: Count | None = None
     """training questions, sampled with --seed; none: all"""
@@ -49,12 +65,12 @@ class SftSettings(Section):
         ),
     )
 
-    batch_size: Annotated[int, Bounds(low=1, high=4096)] = 2
+    batch_size: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 2
     """maximum rows per backward pass, packed end to end"""
-    gradient_accumulation: Annotated[int, Bounds(low=1, high=4096)] = 8
+    gradient_accumulation: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 8
     """batches of --batch-size rows per optimizer step"""
-    max_length: Tokens = 2048
-    """maximum tokens of a row; the documents of longer rows are shortened; rows that are still too long are left out"""
+    max_length: Basic[Tokens] = 2048
+    """maximum tokens of a row. The documents of longer rows are shortened; rows that are still too long are left out"""
     max_document_tokens: Tokens = 160
     """maximum tokens in a document; longer documents are cut"""
     validation_fraction: Annotated[float, Bounds(low=0, high=0.5)] = 0.05
@@ -87,13 +103,14 @@ class CollectSettings(Section):
         Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
     )
 
-    source: Literal["gold", "teacher", "self"] = "gold"
-    """gold: from the data set's decompositions or supporting facts, up to --max-hops hops; teacher: sampled from
-    --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed trajectories, and
-    continue an earlier run with the same settings and --output"""
-    baseline: Literal["none", "rag"] = "none"
-    """rag: instead of trajectories, conversations with the prompt of `evaluate --baseline rag` (so pass its --top-k and
-    limits) and the gold answer as the reply, to fine-tune plain RAG; --model is the one to train (--source gold)"""
+    source: Basic[Literal["gold", "teacher", "self"]] = "gold"
+    """where trajectories come from. gold: from the data set's decompositions or supporting facts, up to --max-hops
+    hops; teacher: sampled from --judge-model; self: sampled from --model with --adapter. The last two reject wrong and
+    malformed trajectories, and continue an earlier run with the same settings and --output"""
+    baseline: Basic[Literal["none", "rag"]] = "none"
+    """rag: conversations that teach plain RAG, instead of trajectories. They have the prompt of `evaluate --baseline
+    rag` (so pass its --top-k and limits) and the gold answer as the reply; --model is the one to train (--source
+    gold)"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
     """for --source gold; evidence: search the question itself first, then names that are missing, and write down the
     facts found; sub-questions: search the sub-questions of the decomposition (dag always does)"""
@@ -107,9 +124,9 @@ class CollectSettings(Section):
     """whether to keep trajectories without a search; with drop, the teacher is asked again"""
     min_f1: Fraction = 0.8
     """F1 from which an answer counts as correct, besides an exact match"""
-    num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
+    num_generations: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 8
     """episodes sampled per question"""
-    keep: Annotated[int, Bounds(low=1, high=1024)] = 2
+    keep: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 2
     """maximum trajectories kept per question: the shortest with different queries"""
 
 
@@ -151,14 +168,15 @@ class EvaluateSettings(Section):
         }
     }
 
-    baseline: Literal["none", "rag", "closed-book", "gold", "no-retrieval", "single-retrieval"] = "none"
-    """none: the model decides; rag: a plain chat instead of --format, with the documents of one retrieval for the
-    question, and a short answer; closed-book: without documents; gold: with the gold paragraphs; no-retrieval:
-    --format, but an immediate answer; single-retrieval: --format, but an answer after one retrieval for the question"""
+    baseline: Basic[Literal["none", "rag", "closed-book", "gold", "no-retrieval", "single-retrieval"]] = "none"
+    """another way to answer, to compare with. none: the model decides; rag: a plain chat instead of --format, with the
+    documents of one retrieval for the question, and a short answer; closed-book: without documents; gold: with the gold
+    paragraphs; no-retrieval: --format, but an immediate answer; single-retrieval: --format, but an answer after one
+    retrieval for the question"""
     bert_score: str | None = None
     """also compute BERTScore with this encoder: folder or hub id of a BERT"""
-    compare: tuple[str, str] | None = None
-    """compare two evaluation folders or prediction files of the same questions, or two lists A1,A2,... B1,B2,... of
+    compare: Basic[tuple[str, str] | None] = None
+    """compare two evaluation folders or prediction files of the same questions. Or two lists A1,A2,... B1,B2,... of
     several sets of questions and seeds, pair by pair; needs neither a model nor --data"""
 
     @property
@@ -192,17 +210,21 @@ def _names_in(text: str) -> list[str]:
 class TuningSettings(Section):
     """Prompt optimization."""
 
-    improve: Literal["init_prompt", "step_prompt"] = "init_prompt"
-    """prompt to improve, starting from the file passed for it (--init-prompt, --step-prompt) or the format's own"""
-    eval_data: Annotated[
-        str | None, Required("pass a question file to score prompts on, with other questions than --data")
+    improve: Basic[Literal["init_prompt", "step_prompt"]] = "init_prompt"
+    """prompt to improve. It starts from the file passed for it (--init-prompt, --step-prompt) or the format's own"""
+    eval_data: Basic[
+        Annotated[
+            str | None,
+            DATA_FILE,
+            Required("pass a question file to score prompts on, with other questions than --data"),
+        ]
     ] = None
     """question file, or name,subset,split, on which prompts are scored"""
     eval_questions: Count = 100
     """maximum questions of --eval-data per score, sampled with --seed"""
     metric: Literal["f1", "em"] = "f1"
     """score that ranks the prompts"""
-    rounds: Few = 3
+    rounds: Basic[Few] = 3
     """rounds of critiques, edits and scores"""
     beam: Few = 4
     """number of best prompts so far that a round continues from"""
@@ -217,10 +239,10 @@ class TuningSettings(Section):
 class AskSettings(Section):
     """Ask."""
 
-    question: Annotated[str | None, Trait.BARE] = None
-    """question, in quotes; without it, questions are read from a prompt until an empty line or Ctrl-D"""
-    json: bool = False
-    """print one line of JSON per question: question, final_answer, reasoning_trace, search_queries, documents"""
+    question: Basic[Annotated[str | None, Trait.BARE]] = None
+    """question, in quotes. Without it, questions are read from a prompt until an empty line or Ctrl-D"""
+    json: Basic[bool] = False
+    """print one line of JSON per question. It has question, final_answer, reasoning_trace, search_queries, documents"""
 
 
 class ReportSettings(Section):
@@ -254,16 +276,16 @@ class RetrieveSettings(Section):
         Needs("gap_report", "--data, without --query", lambda s: not s.query),
     )
 
-    query: str | None = None
-    """only print the documents found by this query, with scores; with --corpus or --index, --data is not needed"""
-    gap_report: str | None = None
+    query: Basic[str | None] = None
+    """only print the documents found by this query, with scores. With --corpus or --index, --data is not needed"""
+    gap_report: Basic[str | None] = None
     """JSON file to write: the gold paragraphs missing from the corpus, and the best recall possible without them"""
-    serve: bool = False
-    """answer queries over HTTP until Ctrl-C or SIGTERM; other machines pass --retriever http://HOST:PORT/retrieve"""
-    host: str = "127.0.0.1"
-    """address to listen on with --serve; any address but a loopback address needs a token in R3LITE_TOKEN, which
+    serve: Basic[bool] = False
+    """answer queries over HTTP until Ctrl-C or SIGTERM. Other machines pass --retriever http://HOST:PORT/retrieve"""
+    host: Basic[str] = "127.0.0.1"
+    """address to listen on with --serve. Any address but a loopback address needs a token in R3LITE_TOKEN, which
     clients send from R3LITE_RETRIEVER_TOKEN"""
-    port: Annotated[int, Bounds(low=0, high=65535)] = 8000
+    port: Basic[Annotated[int, Bounds(low=0, high=65535)]] = 8000
     """port to listen on with --serve; 0: any free port"""
 
 
@@ -272,10 +294,10 @@ class CheckFormatSettings(Section):
 
     needs: ClassVar = (Needs("step", "--turn", lambda s: s.turn),)
 
-    turn: str | None = None
+    turn: Basic[Annotated[str | None, InputPath()]] = None
     """text file with one turn of the model, to parse; default: write and parse a sample episode"""
-    step: Annotated[int, Bounds(low=1, high=3)] = 1
-    """number of the step that --turn is; the steps before it are the sample's"""
+    step: Basic[Annotated[int, Bounds(low=1, high=3)]] = 1
+    """number of the step that --turn is. The steps before it are the sample's"""
 
 
 class ExportSettings(Section):
@@ -295,35 +317,35 @@ class ExportSettings(Section):
         Needs("push_as yes", "--push", lambda s: s.push),
     )
 
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    model: Basic[OfRun[str]] = "Qwen/Qwen2.5-0.5B-Instruct"
     """base model: folder, GGUF file, hub id, or tiny"""
-    adapter: str | None = None
+    adapter: Basic[Annotated[str | None, ADAPTER]] = None
     """LoRA adapter to merge into the base: a run folder or its adapter/; without it, the base is exported"""
-    average: tuple[str, ...] | None = None
-    """instead of --adapter: comma-separated run folders, such as those of several seeds, whose adapters' exact mean is
-    exported as one adapter, whose rank is the sum of theirs. Sets --form adapter --weights fp32"""
-    form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
+    average: Basic[Annotated[tuple[str, ...] | None, ADAPTER]] = None
+    """instead of --adapter: comma-separated run folders. The exact mean of their adapters, such as those of several
+    seeds, is exported as one adapter, whose rank is the sum of theirs. Sets --form adapter --weights fp32"""
+    form: Basic[Literal["folder", "gguf", "adapter", "gguf-adapter"]] = "folder"
     """folder: for transformers and vLLM; gguf: for llama.cpp and Ollama (extra gguf); adapter: the adapter alone, for
     PEFT; gguf-adapter: the adapter alone, for --lora of llama.cpp (extra gguf)"""
-    weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
-    """type of the weights; q8_0 only in a GGUF file, nf4 only in a folder, which only r3lite can load"""
+    weights: Basic[Literal["fp32", "bf16", "fp16", "q8_0", "nf4"]] = "bf16"
+    """type of the weights. q8_0 only in a GGUF file, nf4 only in a folder, which only r3lite can load"""
     max_shard_size: str = "5GB"
     """maximum size of a weight file in a folder, such as 5GB or 900MiB; larger models are split (not nf4)"""
-    questions: str | None = None
+    questions: Annotated[str | None, DATA_FILE] = None
     """question file for the comparison of the result with the original; default: the sample world's"""
     prompts: Whole = 200
     """prompts in that comparison, each of which takes two forward passes; 0: no comparison"""
-    evaluation: str | None = None
+    evaluation: Annotated[str | None, InputPath("folder")] = None
     """evaluation folder whose scores are added to the model card"""
     license: str | None = None
     """license of the result, for the model card; the base model's license applies as well"""
 
-    push: str | None = None
+    push: Basic[str | None] = None
     """repository on the Hugging Face hub, OWNER/NAME, to upload --output to, with the token in HF_TOKEN; if --output
     was exported before, it is uploaded as it is"""
     push_as: Literal["private", "pull-request"] = "private"
     """private: a private repository, created if needed; pull-request: a pull request to an existing repository"""
-    yes: bool = False
+    yes: Basic[bool] = False
     """upload; without it, --push only prints what would be uploaded"""
 
     @property
@@ -372,7 +394,7 @@ class ProcedureFileSettings(EncoderSettings):
         *EncoderSettings.needs,
     )
 
-    add: str | None = None
+    add: Annotated[str | None, InputPath()] = None
     """JSON file with one procedure or a list of them, to add to the file --procedures"""
     match: str | None = None
     """show how well each procedure matches this question, and which one would be inserted before it"""
@@ -381,7 +403,7 @@ class ProcedureFileSettings(EncoderSettings):
 class PlanSettings(Section):
     """Plan."""
 
-    algorithm: Literal["sft", Algorithm] = "sft"
+    algorithm: Basic[Literal["sft", Algorithm]] = "sft"
     """kind of run: sft takes the flags of sft, all others those of ppo"""
 
 
@@ -390,8 +412,8 @@ class CardSettings(Section):
 
     needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 
-    card: str | None = None
-    """plan for another card, by name, such as "RTX 3050 Laptop"; an unknown name lists the known ones"""
+    card: Basic[str | None] = None
+    """plan for another card, such as "RTX 3050". An unknown name lists the known ones"""
 
 
 class DoctorSettings(Section):
@@ -401,6 +423,8 @@ class DoctorSettings(Section):
     """device to check; auto: cuda if available, else mps, else cpu"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision to check; auto: bf16 if the device supports it, else fp16 (on a CPU fp32)"""
+    clear_cache: bool = False
+    """instead of the checks, delete what r3lite has cached in ~/.cache/r3lite: NF4 weights, web results and the like"""
 
 
 class QuickstartSettings(Section):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
-from r3lite.core.config import Bounds, Free, Frozen, Origin, Section, UsageError, sections
+from r3lite.core.config import Basic, Bounds, Free, Frozen, Origin, Section, UsageError, sections
 from r3lite.core.needs import NeedsOthers, check_used
 from r3lite.settings.conditions import writes_file
 
@@ -25,16 +25,17 @@ class Common(Section):
     needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
 
     # Free, as its values have become those of the other settings.
-    preset: Free[str] = "laptop-4gb"
-    """name of a built-in set of defaults"""
-    config: Free[str | None] = None
-    """TOML file with settings, such as the config.toml of an earlier run"""
-    output: Free[str | None] = None
-    """folder or file to write; default: runs/<command>-<time>"""
+    preset: Basic[Free[str]] = "laptop-4gb"
+    """built-in set of defaults: hop-weighted, hotpotqa, laptop-4gb, laptop-4gb-1.5b, laptop-4gb-3b, r-search,
+    r-search-dag, r3-rag, search-bonus, search-r1, solution or tiny"""
+    config: Basic[Free[str | None]] = None
+    """TOML file of settings, such as a run's config.toml"""
+    output: Basic[Free[str | None]] = None
+    """folder or file to write. Default: runs/<command>-<time>"""
     seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
     """random seed"""
-    dry_run: Free[bool] = False
-    """print the resolved settings and exit"""
+    dry_run: Basic[Free[bool]] = False
+    """check input files, print settings and plan"""
 
 
 class CommandConfig(Frozen):
@@ -45,6 +46,8 @@ class CommandConfig(Frozen):
     common: Common = Common()
     # Where each setting stood that the user has set to something else than the preset; `resolve` fills it.
     set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
+    # Where each setting comes from that was taken from an index or a run (core/inherited.py).
+    inherited: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
 
     def check_settings(self, command: str) -> None:
         """Raises UsageError if settings contradict each other, or if one that the user has set would have no effect.

@@ -32,21 +32,21 @@ def has_queries(s: CommandSettings) -> bool:
     return bool(formats(s) - {"solution"}) and s.baseline in (None, "none")
 
 
-def retrieves(s: CommandSettings) -> bool:
+def has_documents(s: CommandSettings) -> bool:
     """Tells whether documents are given."""
     if not formats(s) - {"solution"}:
         return False
     return s.baseline not in ("closed-book", "no-retrieval") and s.retriever != "none"
 
 
-def searches(s: CommandSettings) -> bool:
+def has_search(s: CommandSettings) -> bool:
     """Tells whether documents are found by a search."""
-    return retrieves(s) and s.retriever != "golden"
+    return has_documents(s) and s.retriever != "golden"
 
 
 def reads_paragraphs(s: CommandSettings) -> bool:
     """Tells whether documents are the paragraphs that come with the questions."""
-    if not retrieves(s) or "://" in (s.retriever or "") or s.retriever in SERVICES:
+    if not has_documents(s) or "://" in (s.retriever or "") or s.retriever in SERVICES:
         return False
     return s.retriever == "golden" or not (s.corpus or s.index)
 
@@ -67,7 +67,7 @@ def encodes(s: CommandSettings) -> bool:
         return True
     retriever = s.retriever or ""
     has_vectors = retriever in ("semantic", "hybrid", *SERVICES) or collection_server(retriever) or s.source_index
-    return bool(has_vectors) and searches(s)
+    return bool(has_vectors) and has_search(s)
 
 
 def has_network(s: CommandSettings) -> bool:

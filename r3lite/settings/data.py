@@ -5,22 +5,33 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-from r3lite.core.config import MOST, Count, Required, Section
+from r3lite.core.config import MOST, Basic, Count, InputPath, Required, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
 TYPES = ("qa", "chat", "coding", "function_calling", "r1")
 KEYS = ("file", "weight", "name", "type", "format")
+DATA_SETS = ("hotpotqa", "2wiki", "musique")  # of the hub, by their short names
+NAME_DATA = f"Pass a file; {', '.join(DATA_SETS)} with ,train or ,validation; or name,subset,split of a hub data set."
+
+
+def names_data_set(text: str) -> bool:
+    """Tells whether a value of --data has the form of a data set of the hub."""
+    return text.partition(",")[0].strip() in DATA_SETS or text.count(",") == 2
+
+
+DATA_FILE = InputPath(named=names_data_set)
 
 
 class DataSettings(Section):
     """Data."""
 
-    data: str | None = None
-    """trajectory file or question file in any supported format; hotpotqa, 2wiki or musique followed by ,train or
-    ,validation; or name,subset,split of a data set on the hub"""
-    limit: Count | None = None
+    data: Basic[Annotated[str | None, DATA_FILE]] = None
+    """trajectories or questions: a file or data set. Data sets are hotpotqa, 2wiki or musique followed by ,train or
+    ,validation, or name,subset,split on the hub. Questions: JSON lines, JSON, CSV or parquet with question and answer,
+    or the files of HotpotQA, 2WikiMultiHopQA and MuSiQue"""
+    limit: Basic[Count | None] = None
     """use only the first N questions or rows"""
     skip_bad_rows: bool = False
     """skip and count malformed rows instead of stopping at the first"""
@@ -29,15 +40,19 @@ class DataSettings(Section):
 class QuestionSettings(DataSettings):
     """Data."""
 
-    data: Annotated[
-        str | None, Required("pass a question file in any supported format, or name,subset,split", ("sources",))
+    data: Basic[
+        Annotated[
+            str | None,
+            DATA_FILE,
+            Required("pass a question file in any supported format, or name,subset,split", ("sources",)),
+        ]
     ] = None
 
 
 class NewQuestionSettings(QuestionSettings):
     """Data."""
 
-    exclude: tuple[str, ...] | None = None
+    exclude: Annotated[tuple[str, ...] | None, DATA_FILE] = None
     """comma-separated files whose questions are left out, matched by id and by text: those to evaluate on, and those
     that the adapter was trained on, whose answers it may have memorized"""
 
@@ -45,8 +60,12 @@ class NewQuestionSettings(QuestionSettings):
 class TrajectorySettings(DataSettings):
     """Data."""
 
-    data: Annotated[
-        str | None, Required("pass trajectories (see `python -m r3lite.collect`) or conversations", ("sources",))
+    data: Basic[
+        Annotated[
+            str | None,
+            DATA_FILE,
+            Required("pass trajectories (see `python -m r3lite.collect`) or conversations", ("sources",)),
+        ]
     ] = None
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import ClassVar, Literal
 
-from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
+from r3lite.core.config import Basic, Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
 from r3lite.settings.conditions import judges
@@ -25,8 +25,8 @@ class JudgeSettings(Section):
         ),
     )
 
-    judge: Literal["none", "gemini", "openai", "local"] = "none"
-    """model that judges answers and steps; gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: OpenAI with the key
+    judge: Basic[Literal["none", "gemini", "openai", "local"]] = "none"
+    """model that judges answers and steps. gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: OpenAI with the key
     in OPENAI_API_KEY, or any server with /chat/completions (vLLM, llama.cpp, Ollama), without a key; local: a model on
     this device, loaded for each use next to the run's own model, then unloaded"""
     judge_model: str = GEMINI

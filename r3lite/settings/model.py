@@ -2,10 +2,25 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positive, Section, Whole
+from r3lite.core.cache import CACHE
+from r3lite.core.config import (
+    ANY,
+    Alias,
+    Basic,
+    Bounds,
+    Count,
+    Fraction,
+    Free,
+    InputPath,
+    OfRun,
+    Positive,
+    Section,
+    Whole,
+)
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import trains, tunes_adapter
 
+ADAPTER = InputPath("run", "Pass a run folder, or the adapter/ in it.")
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -15,15 +30,16 @@ class ModelSettings(Section):
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
     needs: ClassVar = (NeedsOthers("compile", "a run without --no-lora", tunes_adapter),)
 
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """folder, GGUF file (extra gguf), hub id, or tiny (the model that comes with r3lite)"""
-    adapter: str | None = None
+    model: Basic[OfRun[str]] = "Qwen/Qwen2.5-0.5B-Instruct"
+    """folder, hub id, GGUF file, or tiny. GGUF needs the extra gguf; tiny is the model that comes with r3lite"""
+    adapter: Basic[Annotated[str | None, ADAPTER]] = None
     """LoRA adapter: a run folder or its adapter/"""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the frozen base and of autocast; auto: bf16 if the device supports it, else fp16 (on a CPU fp32)"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Basic[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
+    """precision of the frozen base. Autocast has it, too; auto: bf16 if the device supports it, else fp16 (on a CPU
+    fp32)"""
+    device: Basic[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
     """auto: cuda if available, else mps, else cpu"""
-    thinking: Literal["auto", "on", "off"] = "auto"
+    thinking: OfRun[Literal["auto", "on", "off"]] = "auto"
     """let the model write a thought in <think> before each turn, if its chat template has a switch for it (Qwen3);
     auto: off. Thoughts count towards --max-new-tokens and are not part of a step"""
     compile: bool = False
@@ -46,10 +62,11 @@ class LoraSettings(Section):
 
     no_lora: bool = False
     """sft: train all weights, in bf16 or fp32, instead of an adapter; the run folder then has model/ for --model"""
-    lora_r: Annotated[int, Bounds(low=1, high=4096)] = 8
-    """rank; with --adapter, that adapter's own rank is used, and a different --lora-r is an error"""
-    lora_alpha: Positive = 16.0
-    """scale: the adapter's output is multiplied by alpha / r"""
+    lora_r: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 8
+    """rank of the LoRA adapter. With --adapter, that adapter's own rank is used, and a different --lora-r is an
+    error"""
+    lora_alpha: Basic[Positive] = 16.0
+    """scale of the LoRA adapter. The adapter's output is multiplied by alpha / r"""
     lora_dropout: Fraction = 0.0
     """dropout before the adapter; SFT only, because RL must train the policy that it sampled from. The dropout masks,
     and so the results, depend on the number of processes (torchrun)"""
@@ -79,12 +96,13 @@ class MemorySettings(Section):
 
     # Four are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.
-    vram_budget: Annotated[Free[str | None], Alias("memory_budget")] = None
-    """maximum memory, such as 4GiB or 1300MiB; default: 4GiB, or less if less is free on the device"""
-    quantize: Free[Literal["auto", "none", "nf4"]] = "auto"
-    """4-bit base (QLoRA, arXiv 2305.14314); auto: only if the run does not fit without it"""
-    nf4_cache: Free[str | None] = "~/.cache/r3lite"
-    """folder that caches NF4 weights for the next start; none: quantize at every start"""
+    vram_budget: Basic[Annotated[Free[str | None], Alias("memory_budget")]] = None
+    """maximum memory, such as 4GiB or 1300MiB. Default: 4GiB, or less if less is free on the device"""
+    quantize: Basic[Free[Literal["auto", "none", "nf4"]]] = "auto"
+    """4-bit base; auto: if it does not fit without. This is QLoRA (arXiv 2305.14314)"""
+    nf4_cache: Free[str | None] = CACHE
+    """folder that caches NF4 weights for the next start; none: quantize at every start. `doctor --clear-cache` empties
+    it"""
     recompute_layers: Whole | None = None
     """layers whose activations are recomputed in the backward pass: less memory, but up to a third more time"""
     micro_batch_tokens: Count | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Fraction, Section
+from r3lite.core.config import Basic, Bounds, Fraction, InputPath, OfIndex, OfRun, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import SERVICES, check_address, collection_server
@@ -13,11 +13,11 @@ from r3lite.settings.common import budget_bytes
 from r3lite.settings.conditions import (
     chooses_procedure,
     describes_procedures,
+    has_documents,
     has_network,
+    has_search,
     has_steps,
     reads_paragraphs,
-    retrieves,
-    searches,
     searches_by_graph,
 )
 
@@ -44,9 +44,9 @@ class EncoderSettings(Section):
         ),
     )
 
-    encoder: str = "intfloat/e5-base-v2"
-    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
-    hashing (TF-IDF on hashed words, no download)"""
+    encoder: Basic[OfIndex[str]] = "intfloat/e5-base-v2"
+    """text encoder: folder, hub id, or hashing. BERT, RoBERTa and XLM-R are built in; other
+    sentence-transformers models need the extra encoders; hashing is TF-IDF on hashed words"""
     encoder_style: Literal["auto", "own", "e5", "e5-instruct", "plain"] = "auto"
     """own: the prompts in the encoder's files; e5: query/passage prefixes; e5-instruct: an instruction before queries;
     plain: no prefixes; auto: own if the files have prompts, else e5 or e5-instruct if the encoder's name contains e5
@@ -65,12 +65,12 @@ class RetrievalSettings(EncoderSettings):
         NeedsOthers(
             "retriever",
             "a --format and a --baseline that retrieve documents",
-            lambda s: s.retriever == "none" or (retrieves(s) and s.baseline != "gold"),
+            lambda s: s.retriever == "none" or (has_documents(s) and s.baseline != "gold"),
         ),
         NeedsOthers(
             "",
             "a --retriever other than golden and none, and a --format and a --baseline that search",
-            searches,
+            has_search,
             but="retriever top_k noise_rate encoder encoder_style encoder_dtype",
         ),
         NeedsOthers(
@@ -96,18 +96,20 @@ class RetrievalSettings(EncoderSettings):
         Needs("query_cache_mib", "--query-cache", lambda s: s.query_cache),
     )
 
-    retriever: str = "semantic"
-    """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
-    question's gold paragraphs, for any query; none; exa, duckduckgo (extra web): web search; http://...: the /retrieve
-    endpoint of a server; qdrant://host:6333/collection: a Qdrant collection (extra qdrant)"""
+    retriever: Basic[str] = "semantic"
+    """semantic, lexical, hybrid, golden, none, exa, duckduckgo, or a server's address. semantic: nearest passages by
+    embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the question's gold paragraphs, for any
+    query; none; exa, duckduckgo (extra web): web search; http://...: the /retrieve endpoint of a server;
+    qdrant://host:6333/collection: a Qdrant collection (extra qdrant)"""
     context: Literal["corpus", "question"] = "corpus"
     """corpus: search all passages; question: only the paragraphs that come with the question"""
-    corpus: str | None = None
-    """JSONL file of passages (id, title, text), indexed at the start; default: the paragraphs that come with --data"""
-    index: str | None = None
+    corpus: Basic[Annotated[str | None, InputPath()]] = None
+    """JSONL file of passages (id, title, text). It is indexed at the start. Default: the paragraphs that come with
+    --data"""
+    index: Basic[Annotated[str | None, InputPath("folder")]] = None
     """index folder built by `python -m r3lite.index`"""
-    top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
-    """passages per query; golden returns all gold paragraphs"""
+    top_k: Basic[OfRun[Annotated[int, Bounds(low=1, high=1000)]]] = 5
+    """passages per query. golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
     """how to fuse the first 100 of both rankings; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""
     lexical_weight: Fraction = 0.5
@@ -232,7 +234,7 @@ class ProcedureSettings(Section):
         NeedsOthers("", "a --baseline with steps", has_steps),
     )
 
-    procedures: str | None = None
+    procedures: Annotated[str | None, InputPath("file or folder")] = None
     """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
     best match for a question, if there is one, is inserted before it"""
     procedures_by: Literal["both", "triggers"] = "both"
@@ -255,23 +257,23 @@ class IndexSettings(EncoderSettings):
         Needs("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.corpus or s.add),
     )
 
-    documents: str | None = None
+    documents: Basic[Annotated[str | None, InputPath("folder")]] = None
     """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""
-    corpus: tuple[str, ...] | None = None
+    corpus: Basic[Annotated[tuple[str, ...] | None, InputPath()]] = None
     """instead of --documents, a JSONL file of passages (id, title, text), or several, A.jsonl,B.jsonl, for one index"""
-    add: str | None = None
+    add: Basic[Annotated[str | None, InputPath("file or folder")]] = None
     """passages to add to the index in --output: a JSONL file or a folder of documents; known passages are skipped"""
-    delete: tuple[str, ...] | None = None
+    delete: Basic[tuple[str, ...] | None] = None
     """ids of passages to delete from the index in --output before --add: A,B or @FILE with one id per line"""
-    index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
-    """flat: exact; sq8: 8 bits per dimension; hnsw: graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads part of
-    the index, and opq-ivf-pq is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that fits
+    index_type: Basic[Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"]] = "auto"
+    """kind of index. flat: exact; sq8: 8 bits per dimension; hnsw: graph, fast and large; ivf-sq8, opq-ivf-pq: a query
+    reads part of the index, and opq-ivf-pq is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that fits
     --memory-budget, but flat and sq8 only up to a million passages"""
     memory_budget: str = "4GiB"
     """maximum memory of the index, such as 4GiB or 900MiB, during building and searching, without the encoder"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Basic[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
     """device that encodes the passages; auto: cuda if available, else mps, else cpu"""
     skip_bad_rows: bool = False
     """skip and count malformed passages in --corpus instead of stopping at the first"""
@@ -301,8 +303,8 @@ class DocumentSettings(Section):
         ),
     )
 
-    chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
-    """maximum tokens of a passage with its title; a token is a punctuation mark or up to 5 letters of a word"""
+    chunk_tokens: Basic[Annotated[int, Bounds(low=16, high=8192)]] = 128
+    """maximum tokens of a passage with its title. A token is a punctuation mark or up to 5 letters of a word"""
     chunk_overlap: Annotated[int, Bounds(low=0, high=4096)] = 24
     """maximum tokens, in whole sentences, that a passage repeats from the previous one"""
     max_file_mib: Annotated[int, Bounds(low=1, high=256)] = 32

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal
 
-from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
+from r3lite.core.config import MOST, Basic, Bounds, NonNegative, Section, UsageError
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import Weighted
-from r3lite.settings.conditions import has_queries, retrieves
+from r3lite.settings.conditions import has_documents, has_queries
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 FIRST_WEIGHT = "first_weight"
@@ -48,7 +48,7 @@ class RewardSettings(Section):
         # No answer would be rewarded.
         NeedsOthers("least_searches", "a --format that searches", has_queries, harmful=True),
         NeedsOthers("search_bonus idle_query_penalty process_judge", "a --format that searches", has_queries),
-        NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", retrieves),
+        NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", has_documents),
         Needs(
             "gamma_correct gamma_incorrect gamma_fail",
             "--process-recall or --process-judge",
@@ -85,9 +85,10 @@ class RewardSettings(Section):
     """reward for each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0
     """penalty for each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
-    rewards: tuple[RewardEntry, ...] | None = None
-    """further rewards: NAME=WEIGHT,... (docs/rewards.md), or package.module:function=WEIGHT, imported from the current
-    folder; weights may be negative; in a TOML file, tables of name, weight, parameters and perhaps first_weight"""
+    rewards: Basic[tuple[RewardEntry, ...] | None] = None
+    """further rewards: NAME=WEIGHT, comma-separated. docs/rewards.md has their names; package.module:function=WEIGHT is
+    imported from the current folder; weights may be negative; in a TOML file, tables of name, weight, parameters and
+    perhaps first_weight"""
     curriculum_rounds: Annotated[int, Bounds(low=0, high=1 << 30)] = 30
     """number of rounds for which rewards with a first_weight use it; 0: never"""
     curriculum_switch: Literal["hard", "linear"] = "hard"

@@ -3,9 +3,11 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
+from r3lite.core.config import Basic, Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 from r3lite.core.needs import Needs, NeedsOthers
-from r3lite.settings.conditions import retrieves
+from r3lite.settings.conditions import has_documents
+from r3lite.settings.data import DATA_FILE
+from r3lite.settings.model import ADAPTER
 
 Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
@@ -43,31 +45,31 @@ class RLSettings(Section):
 
     implied: ClassVar = {"algorithm": PAPERS, "learn": {"answer": EXACT_MATCH_ALONE}}
     needs: ClassVar = (
-        NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", retrieves),
+        NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", has_documents),
         Needs("kl_estimator kl_target", "--kl-beta above 0", lambda s: s.kl_beta),
         Needs("overlong_cache", "--overlong-penalty", lambda s: s.overlong_penalty),
         Needs("teacher_adapter teacher_quantize", "--teacher", lambda s: s.teacher),
         Needs("teacher_top", "--teacher, or --teacher-logprobs in collect", lambda s: s.teacher),
     )
 
-    algorithm: Algorithm = "ppo"
-    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without grpo's
-    biases (2503.20783); dapo: higher upper clip, groups with equal rewards replaced (2503.14476); gspo: one ratio per
-    episode (2507.18071); rloo: mean of the other episodes as baseline (2402.14740); reinforce++: advantages whitened
-    over the round (2501.03262); reinforce++-baseline: after subtracting the group mean; luffy: a teacher's traces join
-    the groups (2504.14945); exgrpo: earlier successes join the groups (2510.02245); hybrid: luffy and exgrpo; dgpo:
-    grpo for successful episodes, a teacher's distributions for failed ones (2508.20324). Each sets its paper's
-    defaults, which flags override; see docs/algorithms.md"""
+    algorithm: Basic[Algorithm] = "ppo"
+    """how the policy learns. ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300);
+    dr-grpo: without grpo's biases (2503.20783); dapo: higher upper clip, groups with equal rewards replaced
+    (2503.14476); gspo: one ratio per episode (2507.18071); rloo: mean of the other episodes as baseline (2402.14740);
+    reinforce++: advantages whitened over the round (2501.03262); reinforce++-baseline: after subtracting the group
+    mean; luffy: a teacher's traces join the groups (2504.14945); exgrpo: earlier successes join the groups
+    (2510.02245); hybrid: luffy and exgrpo; dgpo: grpo for successful episodes, a teacher's distributions for failed
+    ones (2508.20324). Each sets its paper's defaults, which flags override; see docs/algorithms.md"""
     learn: Literal["episode", "answer"] = "episode"
     """episode: all turns of whole episodes; answer: only the last turn of episodes that retrieved every gold paragraph.
     Each round takes --batch-size such episodes, samples their last turn --num-generations times, and rewards exact
     match alone (algorithms that compare the episodes of a question)"""
-    batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
+    batch_size: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 8
     """questions per round"""
-    num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
+    num_generations: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 8
     """episodes sampled per question"""
-    kl_beta: NonNegative = 0.001
-    """weight of the KL divergence from the reference adapter"""
+    kl_beta: Basic[NonNegative] = 0.001
+    """weight of the KL divergence. It is measured from the reference adapter"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """KL estimator, with d = log pi - log reference; k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1; default: k1 if the KL is
     subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
@@ -106,7 +108,7 @@ class RLSettings(Section):
     """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
     length_constant: Count | None = None
     """divisor of the summed token losses of an episode (dr-grpo); default: the maximum tokens it may sample"""
-    traces: str | None = None
+    traces: Annotated[str | None, DATA_FILE] = None
     """a teacher's traces: a file of trajectories, or of rows with question, reasoning and answer (luffy, hybrid)"""
     trace_share: Fraction = 0.5
     """maximum share of the questions of a round that get a trace, rounded up (luffy, hybrid)"""
@@ -142,7 +144,7 @@ class RLSettings(Section):
     teacher: str | None = None
     """teacher for failed episodes: folder, hub id or tiny, with the policy's tokenizer; loaded after each round's
     sampling and unloaded before the update (dgpo)"""
-    teacher_adapter: str | None = None
+    teacher_adapter: Annotated[str | None, ADAPTER] = None
     """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
     teacher_quantize: Literal["nf4", "none"] = "nf4"
     """quantization of --teacher (dgpo)"""

@@ -2,10 +2,10 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.core.config import ANY, Alias, Basic, Bounds, Free, Positive, Section, Tokens, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
-from r3lite.settings.conditions import has_queries, retrieves
+from r3lite.settings.conditions import has_documents, has_queries
 
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
@@ -27,14 +27,14 @@ class LengthSettings(Section):
             "a --format and a --baseline in which the model writes queries",
             has_queries,
         ),
-        NeedsOthers("max_document_tokens", "retrieved documents", retrieves),
+        NeedsOthers("max_document_tokens", "retrieved documents", has_documents),
     )
 
-    max_hops: Annotated[int, Bounds(low=1, high=100), Alias("num_hops")] = 5
-    """maximum retrievals in an episode; then the model must answer"""
-    max_new_tokens: Tokens = 256
+    max_hops: Basic[Annotated[int, Bounds(low=1, high=100), Alias("num_hops")]] = 5
+    """maximum retrievals in an episode. Then the model must answer"""
+    max_new_tokens: Basic[Tokens] = 256
     """maximum tokens in one turn of the model"""
-    max_length: Tokens = 4096
+    max_length: Basic[Tokens] = 4096
     """maximum tokens in a whole episode"""
     max_document_tokens: Tokens = 160
     """maximum tokens in a document; longer documents are cut"""
@@ -59,8 +59,8 @@ class LengthSettings(Section):
 class SamplingSettings(Section):
     """Sampling."""
 
-    temperature: Annotated[float, Bounds(low=0, high=100)] = 1.0
-    """softmax temperature; 0, or less than 0.00001: greedy (not in RL)"""
+    temperature: Basic[Annotated[float, Bounds(low=0, high=100)]] = 1.0
+    """softmax temperature. 0, or less than 0.00001: greedy (not in RL)"""
     rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
     """episodes sampled together; default: as many as fit in the memory budget"""
     draft_tokens: Annotated[int, Bounds(low=0, high=MOST_DRAFTED)] = 7

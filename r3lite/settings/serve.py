@@ -1,20 +1,24 @@
 """Settings of the server: where it listens, which adapter answers in which mode, and what nobody may exceed."""
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.config import ANY, Basic, Bounds, Count, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
 from r3lite.core.needs import Needs, NeedsOthers
-from r3lite.settings.conditions import searches
+from r3lite.settings.conditions import has_search
+from r3lite.settings.model import ADAPTER
+
+ADAPTERS = replace(ADAPTER, named=lambda entry: entry == "base", has_names=True)  # `base` is the bare model
 
 
 class ListenSettings(Section):
     """Address."""
 
-    host: str = "127.0.0.1"
-    """address to listen on; any address but a loopback address needs a token in R3LITE_TOKEN. If R3LITE_TOKEN is set,
+    host: Basic[str] = "127.0.0.1"
+    """address to listen on. Any address but a loopback address needs a token in R3LITE_TOKEN. If R3LITE_TOKEN is set,
     requests must send it as `Authorization: Bearer ...`"""
-    port: Annotated[int, Bounds(low=0, high=65535)] = 8000
+    port: Basic[Annotated[int, Bounds(low=0, high=65535)]] = 8000
     """port to listen on; 0: any free port, which is printed"""
 
     @property
@@ -43,12 +47,12 @@ class ModeSettings(Section):
 
     implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
     needs: ClassVar = (
-        NeedsOthers("retrieving_modes search_adapter", "a --format and a --retriever that search", searches),
+        NeedsOthers("retrieving_modes search_adapter", "a --format and a --retriever that search", has_search),
         Needs("memory_modes conversations memory_kib", "--memory-turns above 0", lambda s: s.memory_turns),
     )
 
-    adapters: tuple[str, ...] | None = None
-    """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name; `base` is the bare model"""
+    adapters: Basic[Annotated[tuple[str, ...] | None, ADAPTERS]] = None
+    """comma-separated LoRA adapters: NAME=FOLDER, or FOLDER, which is then the name. `base` is the bare model"""
     chat_adapter: str | None = None
     """name of the adapter for Fast Chat (an immediate answer); default: sft if there is one, else the first"""
     reasoning_adapter: str | None = None

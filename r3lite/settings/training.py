@@ -3,10 +3,21 @@
 import importlib.util
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
+from r3lite.core.config import (
+    Basic,
+    Bounds,
+    Count,
+    Fraction,
+    Free,
+    NonNegative,
+    Positive,
+    Section,
+    Whole,
+)
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import tunes_adapter
+from r3lite.settings.data import DATA_FILE
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]
@@ -19,18 +30,20 @@ class Schedule(Section):
 
     needs: ClassVar = (Needs("epochs", "a run without --max-steps", lambda s: s.max_steps is None),)
 
-    max_steps: Count | None = None
-    """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
-    epochs: Positive = 1.0
-    """passes over the data, if --max-steps is not given; overrides max_steps from the defaults, preset or file"""
-    save_every: Free[Whole] = 50
+    max_steps: Basic[Count | None] = None
+    """optimizer steps, or rounds in RL. A round samples episodes and learns from them. The learning-rate schedule spans
+    them"""
+    epochs: Basic[Positive] = 1.0
+    """passes over the data, without --max-steps. Overrides max_steps from the defaults, preset or file"""
+    save_every: Basic[Free[Whole]] = 50
     """steps between checkpoints; 0: only at the end"""
     keep_checkpoints: Free[Count] = 2
     """number of latest checkpoints to keep"""
     stop_after: Free[Count | None] = None
     """save and exit after this many steps in this process; the learning-rate schedule stays the same"""
-    resume: Free[str | None] = None
-    """auto: latest valid checkpoint in --output, or a new run if there is none; or a run folder or checkpoint"""
+    resume: Basic[Free[str | None]] = None
+    """auto, a run folder or a checkpoint. auto: the latest valid checkpoint in --output, or a new run if there is
+    none"""
 
 
 class TrackSettings(Section):
@@ -63,7 +76,7 @@ class OptimizerSettings(Section):
     implied: ClassVar = {"learning_rate_schedule": {name: {"min_learning_rate": end} for name, end in ENDS.items()}}
     needs: ClassVar = (NeedsOthers("lora_plus_ratio", "a run without --no-lora", tunes_adapter),)
 
-    learning_rate: Positive = 2e-4
+    learning_rate: Basic[Positive] = 2e-4
     """peak learning rate of AdamW"""
     lora_plus_ratio: Positive = 1.0
     """learning rate of LoRA's B matrices, as a multiple of that of the A matrices (LoRA+, arXiv 2402.12354)"""
@@ -95,10 +108,10 @@ class ValidationSettings(Section):
 
     needs: ClassVar = (Needs("eval_every eval_questions eval_seed", "--eval-data", lambda s: s.eval_data),)
 
-    eval_data: str | None = None
-    """question file, or name,subset,split, for validation in training; adapter/ is the checkpoint with the best F1"""
-    eval_every: Count = 10
-    """rounds between validations; there is also one before the first round and one after the last"""
+    eval_data: Basic[Annotated[str | None, DATA_FILE]] = None
+    """question file or name,subset,split, for validation. adapter/ is the checkpoint with the best F1"""
+    eval_every: Basic[Count] = 10
+    """rounds between validations. There is also one before the first round and one after the last"""
     eval_questions: Count = 64
     """maximum questions of --eval-data, sampled with --eval-seed"""
     eval_seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0

@@ -90,7 +90,7 @@ class AdamW8(torch.optim.Optimizer):
             self._write(state, "exp_avg", tile, values=mean, noise=(noise >> 16) & 0xFF)
             self._write(state, "exp_avg_sq", tile, values=root, noise=(noise >> 24) & 0xFF)
 
-    def finish(self) -> float:
+    def end_step(self) -> float:
         """Ends a step; returns the norm of all its gradients. Raises NonFiniteGradients if that is not finite."""
         squares = torch.stack(self.norms).square()
         norm = float(squares.sum().sqrt())

@@ -15,7 +15,6 @@ moment leaves the old checkpoints or the new one, never half of one. Nothing her
 """
 
 import os
-import re
 import shutil
 import sys
 import zlib
@@ -29,13 +28,11 @@ from torch import Tensor
 
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PART, move, open_regular, read_record, write_json
+from r3lite.core.inherited import ADAPTER, CHECKPOINT
 from r3lite.models.tensor_files import write_tensors
 
-NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"
 STATE = "state.json"
-ADAPTER = "adapter"
-MODEL = "model"
 GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
 FORMAT = 1
 REMEDY = "Pass another checkpoint, or --resume auto for the latest valid one."
@@ -164,7 +161,7 @@ def _read_state(folder: Path) -> dict:
     """Returns the content of state.json; raises R3LiteError unless it has all that every run needs, of its type."""
     state = read_record(folder / STATE, REMEDY)
     step = state.whole("step")
-    name = NAME.fullmatch(folder.resolve().name)
+    name = CHECKPOINT.fullmatch(folder.resolve().name)
     if name and int(name[1]) != step:
         raise state.error(f"step is {step}")
     state.text("command")
@@ -203,7 +200,7 @@ def folders_by_step(output: Path) -> dict[int, Path]:
     """Returns the checkpoints in a run folder by step, oldest first, valid or not."""
     by_step = {}
     for path in output.glob("checkpoint-*"):
-        name = NAME.fullmatch(path.name)
+        name = CHECKPOINT.fullmatch(path.name)
         if name and path.is_dir():
             by_step[int(name[1])] = path
     return dict(sorted(by_step.items()))

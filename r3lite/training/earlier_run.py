@@ -3,15 +3,13 @@
 import contextlib
 import hashlib
 from pathlib import Path
-from typing import Any
 
 from r3lite.core.answer_match import question_key
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_record
-from r3lite.core.invocation import load_toml
-from r3lite.training import checkpoint, metrics
-from r3lite.training.run_folder import CONFIG
+from r3lite.core.files import load_toml, read_record
+from r3lite.core.inherited import CONFIG, MODEL, run_and_step, settings_of
+from r3lite.training import metrics
 
 QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
 DIGITS = 16  # of a hash, hexadecimal: of a million questions two are alike with a probability of 3e-8
@@ -22,7 +20,7 @@ def sft_epochs(adapter: str | Path) -> float | None:
 
     `adapter` is a run folder, a checkpoint in one, or the `adapter/` of either.
     """
-    run, step = _run_and_step(adapter)
+    run, step = run_and_step(adapter)
     with contextlib.suppress(R3LiteError, UsageError, OSError):
         if "sft" not in load_toml(run / CONFIG):
             return None
@@ -33,16 +31,6 @@ def sft_epochs(adapter: str | Path) -> float | None:
         if epochs and isinstance(epochs[-1], float):
             return epochs[-1]
     return None
-
-
-def settings_of(adapter: str | Path) -> dict[str, Any]:
-    """Returns the settings of the run that wrote an adapter or model, as in its `config.toml`; empty if not known."""
-    run, _ = _run_and_step(adapter)
-    with contextlib.suppress(UsageError):
-        for table in load_toml(run / CONFIG).values():
-            if isinstance(table, dict):
-                return table
-    return {}
 
 
 def question_hash(text: str) -> str:
@@ -59,7 +47,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
     """
     hashes: set[str] = set()
     visited: set[Path] = set()
-    run, _ = _run_and_step(adapter)
+    run, _ = run_and_step(adapter)
     while run not in visited:
         visited.add(run)
         with contextlib.suppress(R3LiteError):
@@ -67,7 +55,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
         earlier = settings_of(adapter).get("adapter")
         if isinstance(earlier, str) and earlier != "none":
             adapter = earlier
-            run, _ = _run_and_step(adapter)
+            run, _ = run_and_step(adapter)
     return hashes
 
 
@@ -78,17 +66,6 @@ def result_of_run(model: str, adapter: str | None) -> str | None:
     """
     if adapter:
         return adapter
-    if Path(model).name == checkpoint.MODEL and settings_of(model).get("no_lora"):
+    if Path(model).name == MODEL and settings_of(model).get("no_lora"):
         return model
     return None
-
-
-def _run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
-    """Returns the run folder that an adapter or model lies in, and the step of its checkpoint if it is in one."""
-    folder = Path(adapter).resolve()
-    if folder.name in (checkpoint.ADAPTER, checkpoint.MODEL):
-        folder = folder.parent
-    name = checkpoint.NAME.fullmatch(folder.name)
-    if name is None:
-        return folder, None
-    return folder.parent, int(name[1])

@@ -14,7 +14,7 @@ from r3lite.core.records import Record, Source
 from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
-SURE = 2.0  # standard errors, see below
+SURE = 2.0  # standard errors by which a change must exceed what chance explains
 START_EPISODES = 32  # minimum of the first rounds, which later ones are compared with
 STATE = (  # attributes of a guard that a checkpoint keeps, beside the best validation
     "rounds",
@@ -50,11 +50,11 @@ def standard_error(differences: Sequence[float]) -> float:
 
 @dataclass
 class Best:
-    """The best validation so far: its step, the F1 of each question, and the reward of the rounds before it."""
+    """The best validation so far. Checkpoints keep it, under the names of its fields."""
 
     step: int
-    each: list[float]
-    reward: float | None
+    each: list[float]  # F1 of each question
+    reward: float | None  # mean reward of the rounds before it
 
     @property
     def f1(self) -> float:
@@ -62,7 +62,7 @@ class Best:
 
 
 class Guard:
-    """Looks at each round. Its numbers are part of a run's checkpoints, as is the count of rollbacks."""
+    """Checks each round. Its numbers are part of a run's checkpoints, as is the count of rollbacks."""
 
     def __init__(self, settings: GuardSettings, episodes: int):
         """Prepares for rounds of `episodes` episodes each."""
@@ -71,12 +71,11 @@ class Guard:
         self.rounds = 0  # so far
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
-        self.right_start: float | None = (
-            None  # `right_likelihood` at the end of the first rounds, or as soon as it is known
-        )
-        self.peak: list[Numbers] | None = None  # F1 and reward of as many rounds, when their F1 was highest
-        self.best_reward: float | None = None  # the highest mean of recent rounds
-        self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
+        # `right_likelihood` at the end of the first rounds, or as soon as there is one after them.
+        self.right_start: float | None = None
+        self.peak: list[Numbers] | None = None  # `recent` when its mean F1 was highest: F1 and reward of these rounds
+        self.best_reward: float | None = None  # the highest mean reward that `recent` has had
+        self.beyond: dict[str, int] = {}  # by limit: how often in a row it was crossed
         self.best: Best | None = None
         self.validations = 0
         self.rollbacks = 0
@@ -91,16 +90,16 @@ class Guard:
         """The factor of --kl-beta after the rollbacks so far."""
         return self.settings.guard_kl_factor**self.rollbacks
 
-    def look(
+    def check(
         self,
         step: int,
         record: dict,
-        each: Sequence[float] | None = None,
+        question_f1s: Sequence[float] | None = None,
     ) -> Alarm | None:
-        """Takes in a round's metrics and, after a validation, the F1 of `each` question; returns an alarm or None.
+        """Checks a round by its metrics and, after a validation, by the F1 of each question; returns an alarm or None.
 
-        An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is reported
-        anew only after it has been kept.
+        There is an alarm when a limit has been crossed as often in a row as the settings say. The next one about the
+        same limit comes only after a round within it.
         """
         numbers = watched(record)
         self.rounds += 1
@@ -108,14 +107,14 @@ class Guard:
             self.first.append(numbers)
         self.recent = [*self.recent, numbers][-self.settings.guard_patience :]
         self._take_peaks()
-        crossed: dict[str, str | None] = {}
+        crossed: dict[str, str | None] = {}  # by limit: what has happened, or None if the round is within it
         if len(self.first) == self.start_rounds:
             if self.right_start is None:
                 self.right_start = right_likelihood(self.recent)
             crossed |= self._crossed_in_round(numbers)
-        if each is not None:
-            crossed |= self._crossed_in_validation(each)
-            self.validated(step, each)
+        if question_f1s is not None:
+            crossed |= self._crossed_in_validation(question_f1s)
+            self.validated(step, question_f1s)
         alarms = self._count(crossed)
         if not alarms or self.settings.guard == "off":
             return None
@@ -147,11 +146,11 @@ class Guard:
             return []
         return [*self.first, watched(record)]
 
-    def validated(self, step: int, each: Sequence[float]) -> None:
+    def validated(self, step: int, question_f1s: Sequence[float]) -> None:
         """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
         self.validations += 1
-        if self.best is None or statistics.fmean(each) > self.best.f1:
-            self.best = Best(step, list(each), self._mean_of_recent("reward"))
+        if self.best is None or statistics.fmean(question_f1s) > self.best.f1:
+            self.best = Best(step, list(question_f1s), self._mean_of_recent("reward"))
 
     def rolled_back(self) -> None:
         """Counts a rollback; the rounds before it say nothing about what follows."""
@@ -164,7 +163,7 @@ class Guard:
         self.beyond = {}
 
     def forget_rewards(self) -> None:
-        """Called before a round with other weights of the rewards: rewards before and after are not to be compared."""
+        """Forgets all rewards, because the next round has other weights: its reward cannot be compared with them."""
         self.recent = [numbers | {"reward": None} for numbers in self.recent]
         self.peak = None
         self.best_reward = None
@@ -187,7 +186,10 @@ class Guard:
         return crossed | self._right_likelihood(numbers) | self._without_variance(numbers) | self._hacking()
 
     def _right_likelihood(self, numbers: Numbers) -> dict[str, str | None]:
-        """Right answers that grow unlikely, which is how GRPO begins to collapse; a round without any says nothing."""
+        """Checks whether right answers become less likely, which is how GRPO begins to collapse.
+
+        A round without a right answer is not checked. Returns are those of `_crossed_in_round`.
+        """
         limit = self.settings.guard_right_likelihood
         start = self.right_start
         mean = right_likelihood(self.recent)
@@ -199,7 +201,10 @@ class Guard:
         return {"guard_right_likelihood": message}
 
     def _without_variance(self, numbers: Numbers) -> dict[str, str | None]:
-        """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
+        """Checks the share of groups without variance, if the reward is low.
+
+        While the reward is at its best, equal rewards mean that all is learned.
+        """
         limit = self.settings.guard_variance
         variance = numbers["variance"]
         start = self._at_start("variance")
@@ -214,9 +219,10 @@ class Guard:
         return {"guard_variance": message}
 
     def _hacking(self) -> dict[str, str | None]:
-        """Reward up and F1 down in the episodes that are trained on, compared with the rounds of the highest F1.
+        """Checks whether the reward has risen and F1 fallen, compared with the rounds of the highest F1.
 
-        Both must be more than the spread between rounds explains; F1 as in `_crossed_in_validation`.
+        Both are of the episodes that are trained on. Both changes must be larger than the spread between rounds
+        explains: the reward's by SURE standard errors, that of F1 as in `_crossed_in_validation`.
         """
         limit = self.settings.guard_hacking
         if limit is None or self.peak is None or len(self.recent) < len(self.peak):
@@ -231,7 +237,9 @@ class Guard:
         reward = statistics.fmean(rewards)
         peak_f1 = statistics.fmean(peak_f1s)
         peak_reward = statistics.fmean(peak_rewards)
-        noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, peak_f1s)
+        # The highest F1 was chosen from this many stretches of rounds.
+        stretches = self.rounds // self.settings.guard_patience
+        noise = self._required_errors(stretches) * _error_of_difference(f1s, peak_f1s)
         reward_rose = reward - peak_reward > SURE * _error_of_difference(rewards, peak_rewards)
         f1_fell = peak_f1 - f1 > max(limit, noise)
         message = None
@@ -240,7 +248,7 @@ class Guard:
             message += f"F1 fell from {peak_f1:.3f} to {f1:.3f}"
         return {"guard_hacking": message}
 
-    def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
+    def _crossed_in_validation(self, question_f1s: Sequence[float]) -> dict[str, str | None]:
         """`_crossed_in_round` of a validation, which is compared with the best one question by question.
 
         The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
@@ -250,10 +258,10 @@ class Guard:
         best = self.best
         if limit is None or best is None:
             return {}
-        f1 = statistics.fmean(each)
+        f1 = statistics.fmean(question_f1s)
         reward = self._mean_of_recent("reward")
-        drops = [best_f1 - question_f1 for best_f1, question_f1 in zip(best.each, each, strict=True)]
-        noise = self._luck(self.validations) * standard_error(drops)
+        drops = [best_f1 - question_f1 for best_f1, question_f1 in zip(best.each, question_f1s, strict=True)]
+        noise = self._required_errors(self.validations) * standard_error(drops)
         if not best.f1 - f1 > max(limit, noise):
             return {"guard_f1_drop": None}
         message = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
@@ -261,11 +269,12 @@ class Guard:
             message += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
         return {"guard_f1_drop": message}
 
-    def _luck(self, tries: int) -> float:
+    def _required_errors(self, tries: int) -> float:
         """Returns the number of standard errors that a drop from the best of `tries` validations must exceed."""
         return SURE + math.sqrt(math.log(tries))
 
     def _take_peaks(self) -> None:
+        """Notes the recent rounds if their mean reward or mean F1 is the highest so far."""
         if len(self.recent) < self.settings.guard_patience:
             return
         f1 = self._mean_of_recent("f1")

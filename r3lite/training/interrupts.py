@@ -51,7 +51,7 @@ class Interrupts:
         self.precision.updating = False
         self.inside_step = True
         try:
-            self.raise_pending()
+            self.raise_if_interrupted()
             yield
         finally:
             self.inside_step = False
@@ -62,7 +62,7 @@ class Interrupts:
             self.pending = self.pending or Terminated
         return self.pending is not None
 
-    def raise_pending(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raises the interruption that waits, if there is one."""
         if self.pending:
             raise self.pending

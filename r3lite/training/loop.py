@@ -57,11 +57,11 @@ def train(
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.begin(state)
+    done = run.begin(state)  # steps that the checkpoint has, from which the run goes on
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
-    log = _open_log(run, done, trainer.total)
+    log = _open_log(run, done, trainer.total, metrics.memory_of(state.precision.device))
     span_log = open_span_log(
         spans,
         tracking=run.config.tracking,
@@ -88,7 +88,7 @@ def train(
                 oversight.saved(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
-                interrupts.raise_pending()
+                interrupts.raise_if_interrupted()
                 with span_log.step(number):
                     _set_learning_rate(run, trainer, number=number, scale=oversight.rate_scale)
                     failure = None
@@ -97,7 +97,7 @@ def train(
                     except NotFinite as error:
                         if not oversight.can_go_back:
                             raise
-                        record = {"step": number}
+                        record = {"step": number}  # a step that failed has no metrics
                         failure = error
                     further_metrics, must_save = oversight.after(number, record, failure)
                     log.write(record | further_metrics)
@@ -107,22 +107,22 @@ def train(
                         with spans.span("checkpoint"):
                             save(number)
                 oversight.saved(number)
-            interrupts.raise_pending()
+            interrupts.raise_if_interrupted()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with {run.resume_flags}", file=sys.stderr)
+            print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
         raise
     finally:
         log.close()
     if last < trainer.total:
-        print(f"stopped after step {last} of {trainer.total}; continue with {run.resume_flags}", file=sys.stderr)
+        print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
     run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
-    run.finish(state, trainer.total)
+    run.write_results(state, trainer.total)
     return True
 
 
-def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | metrics.NoLog:
+def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.MetricsLog | metrics.NoLog:
     """The log of the run's first rank, and its tracker; the other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
@@ -142,6 +142,7 @@ def _open_log(run: RunFolder, done: int, total: int) -> metrics.MetricsLog | met
         total=total,
         label=run.command,
         tracker=tracker,
+        memory_of=memory_of,
     )
 
 

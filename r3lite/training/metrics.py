@@ -133,7 +133,7 @@ PROGRESS = {
     "grad_norm": "grad_norm {:.3g}",
     "learning_rate": "lr {:.2g}",
     "tokens_per_second": "{:.0f} tok/s",
-    "peak_memory_mib": "{:.0f} MiB",
+    "peak_memory_mib": "{memory_of} {:.0f} MiB",
 }
 
 
@@ -173,11 +173,18 @@ def _plain(value):
     return value
 
 
-def _progress_line(record: dict) -> str:
+def memory_of(device: torch.device) -> str:
+    """Returns what `peak_memory_mib` measures, for the progress line: the plan is of tensors alone."""
+    if device.type == "cuda":
+        return "tensors"
+    return "process"
+
+
+def _progress_line(record: dict, memory_of: str) -> str:
     parts = []
     for name, form in PROGRESS.items():
         if record.get(name) is not None:
-            parts.append(form.format(record[name]))
+            parts.append(form.format(record[name], memory_of=memory_of))
     return "  ".join(parts)
 
 
@@ -198,7 +205,7 @@ class MetricsLog:
     """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
 
     On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run. A
-    `tracker` gets every record, too.
+    `tracker` gets every record, too. `memory_of` is what its memory is of (the function of this name).
     """
 
     def __init__(
@@ -208,11 +215,13 @@ class MetricsLog:
         total: int,
         label: str,
         tracker: "Tracker | NoTracker" = NO_TRACKER,
+        memory_of: str = "process",
     ):
         self.path = output / FILE
         self.total = total
         self.label = label
         self.tracker = tracker
+        self.memory_of = memory_of
         self.line_every = max(1, total // LINES)  # steps
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
         self.bar = tqdm(
@@ -233,7 +242,7 @@ class MetricsLog:
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
         self.tracker.write(record)
-        line = _progress_line(record)
+        line = _progress_line(record, self.memory_of)
         if step == 0:
             self.clock = Clock()  # the validation before the first step does not count
         else:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from r3lite.core.config import flag
 from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.inherited import ADAPTER
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.settings import ValidationSettings
 from r3lite.training import checkpoint
@@ -126,7 +127,7 @@ class Oversight:
             except NotFinite as error:
                 failure = error
         if failure is None:
-            alarm = self.guard.look(step, record, each)
+            alarm = self.guard.check(step, record, each)
         elif self.can_go_back:
             alarm = Alarm(None, failure.cause.splitlines()[0])
         else:
@@ -155,7 +156,7 @@ class Oversight:
             return ""
         message = f", of step {best.step}, the best by validation F1 ({best.f1:.3f})"
         if best.step != self.total:
-            message += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / checkpoint.ADAPTER}"
+            message += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / ADAPTER}"
         return message
 
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
@@ -189,7 +190,7 @@ class Oversight:
             _say(f"{problem}; {cause} and stops with the weights of {best}")
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start a new run from it "
             remedy += "(--adapter) with a lower --learning-rate, a higher --kl-beta or other rewards; or continue with "
-            remedy += f"{self.run.resume_flags} --guard off."
+            remedy += f"{self.run.resume_command} --guard off."
             self.collapse = Collapse(f"{cause}: {alarm.message}", remedy, code="collapse")
             return True
         guard.rolled_back()

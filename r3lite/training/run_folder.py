@@ -17,6 +17,7 @@ from r3lite.core.config import flat
 from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
+from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models.weights import resolve_folder
@@ -24,7 +25,6 @@ from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, 
 from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
-CONFIG = "config.toml"
 LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # a scheduler or `> log.txt` may have put them there before the run
 NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # numbers of which summary.json has no mean
 
@@ -134,6 +134,8 @@ class RunFolder:
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
             remedy = "Pass --resume auto to continue the run in it, or another --output."
+            if resume == "auto":
+                remedy = "It is not the folder of a run that can be continued: pass another --output."
             raise R3LiteError(
                 f"{self.output} exists and is not an empty folder: it holds {min(names)}",
                 remedy,
@@ -141,9 +143,13 @@ class RunFolder:
             )
 
     @property
-    def resume_flags(self) -> str:
-        """The flags with which a user goes on with this run."""
-        return f"--config {self.output / 'config.toml'} --resume auto"
+    def resume_command(self) -> str:
+        """The command with which a user goes on with this run."""
+        start = "torchrun ... -m" if self.ranks.size > 1 else "python -m"
+        config_file = str(self.output / CONFIG)
+        if " " in config_file:
+            config_file = f'"{config_file}"'
+        return f"{start} r3lite.{self.command} --config {config_file} --resume auto"
 
     def begin(self, state: TrainState) -> int:
         """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
@@ -202,7 +208,7 @@ class RunFolder:
         if self.ranks.first:
             with self._writing(f"the checkpoint of step {step}"):
                 run = {"command": self.command, "settings": flat(self.config), "base": self.base}
-                save_adapter = state.save_adapter if state.result == checkpoint.ADAPTER else None
+                save_adapter = state.save_adapter if state.result == ADAPTER else None
                 checkpoint.write(self.output, state.checkpoint(step, run), save_adapter)
             checkpoint.prune(self.output, self.config.schedule.keep_checkpoints, self.best)
         self.saved_step = step
@@ -235,12 +241,12 @@ class RunFolder:
         if step is None:
             fill = state.save_adapter
         else:
-            source = self.output / f"checkpoint-{step}" / checkpoint.ADAPTER
+            source = self.output / f"checkpoint-{step}" / ADAPTER
             fill = partial(shutil.copytree, source, dirs_exist_ok=True)
         with self._writing(f"the {state.result}"):
             checkpoint.replace_folder(self.output / state.result, fill)
 
-    def finish(self, state: TrainState, total: int) -> None:
+    def write_results(self, state: TrainState, total: int) -> None:
         """Writes `adapter/`, which is the best one if one is kept as that, or `model/`, and `summary.json`."""
         if not self.ranks.first:
             return
@@ -273,7 +279,7 @@ def _means(records: list[dict]) -> dict[str, float]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return checkpoint.NAME.fullmatch(folder.resolve().name) is not None
+    return CHECKPOINT.fullmatch(folder.resolve().name) is not None
 
 
 def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:

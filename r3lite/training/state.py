@@ -10,12 +10,13 @@ import torch
 
 from r3lite.core.earlier_output import refuse_other_inputs
 from r3lite.core.errors import R3LiteError
+from r3lite.core.inherited import ADAPTER
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
-from r3lite.training.checkpoint import ADAPTER, GROUPS, Checkpoint
+from r3lite.training.checkpoint import GROUPS, Checkpoint
 
 OPTIONAL = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
 
@@ -53,7 +54,7 @@ class TrainState:
         Returns the norm before clipping and if the step was skipped; see Precision.step.
         """
         if isinstance(self.optimizer, AdamW8):  # which has updated each weight during the backward pass
-            return self.optimizer.finish(), False
+            return self.optimizer.end_step(), False
         parameters = list(optim.parameters(self.optimizer).values())
         self.precision.updating = True
         self.ranks.sum_gradients(parameters)

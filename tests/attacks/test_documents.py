@@ -16,7 +16,7 @@ PROTOCOLS = PROTOCOLS | {
     "r3 with options": build_protocol(ProtocolSettings(queries_per_step=3, verification=True)),
 }
 OPENINGS = {"plain": ("rag",)} | {
-    name: ("none", "single-retrieval" if protocol.searches else "no-retrieval")
+    name: ("none", "single-retrieval" if protocol.can_search else "no-retrieval")
     for name, protocol in PROTOCOLS.items()
     if name != "plain"
 }
@@ -94,15 +94,15 @@ def test_text_of_any_kind_is_read_and_a_sound_step_is_read_as_it_was_written(nam
     for _ in range(300):
         text = "".join(generator.choices(PIECES, k=generator.randint(0, 12)))
         question = protocol.quoted(text)
-        earlier = [protocol.first_search(question)] if protocol.searches and generator.random() < 0.5 else []
+        earlier = [protocol.first_search(question)] if protocol.can_search and generator.random() < 0.5 else []
         step = protocol.parse(text, earlier)
         assert protocol.is_whole(text) in (True, False) and protocol.first_turn(text) in text
-        assert isinstance(protocol.finishing(text, earlier), (str, type(None)))
+        assert isinstance(protocol.cut_off_heading(text, earlier), (str, type(None)))
         if not step.faults and (step.searches or step.answer is not None) and not earlier:
             assert protocol.parse(protocol.render(step, 1), []) == step
 
 
-@pytest.mark.parametrize("name", [name for name, protocol in PROTOCOLS.items() if protocol.searches])
+@pytest.mark.parametrize("name", [name for name, protocol in PROTOCOLS.items() if protocol.can_search])
 def test_a_question_of_any_kind_can_be_searched_for(tokenizer, name):
     """One of braces alone broke an episode off that begins with a search for it, in plans."""
     for question in ("{}", "{", "(", "()", ":", "?", "A", "A:", "-", "\u200b", "Edges: none", "{A} (News)"):

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
-from r3lite.core.files import shipped
-from r3lite.core.invocation import load_toml
+from r3lite.core.files import load_toml, shipped
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.registry import REWARDS
 from r3lite.rewards.reward import score

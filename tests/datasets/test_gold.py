@@ -25,18 +25,18 @@ def with_hops(*hops):
 
 
 def test_the_texts_of_a_demonstration():
-    first, second, last = gold.steps(QUESTION, [[FILM], [PERSON]])
+    first, second, last = gold.with_searches(QUESTION, [[FILM], [PERSON]])
     assert (first.analysis, first.queries) == ("I need to find out: Who directed Brenn?", ("Who directed Brenn?",))
     assert second.analysis == "Who directed Brenn? Ann Dahl. Next I need to find out: Where was Ann Dahl born?"
     assert (second.queries, second.documents) == (("Where was Ann Dahl born?",), (PERSON,))
     assert last.analysis == "Where was Ann Dahl born? Oslo. This gives the answer."
     assert (last.queries, last.answer) == ((), "Oslo")
-    assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), build_protocol(ProtocolSettings())) is None
+    assert check_steps(gold.with_searches(QUESTION, [[FILM], [PERSON]]), build_protocol(ProtocolSettings())) is None
 
 
 def test_a_hurried_demonstration_is_well_formed_and_wrong():
     """It stops one hop too early and takes what it has for the answer, as a hasty teacher would."""
-    first, last = gold.steps(gold.hasty(QUESTION), [[FILM], [PERSON]])
+    first, last = gold.with_searches(gold.hasty(QUESTION), [[FILM], [PERSON]])
     assert (first.queries, first.documents) == (("Who directed Brenn?",), (FILM,))
     assert (last.analysis, last.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
     assert check_steps((first, last), build_protocol(ProtocolSettings())) is None
@@ -72,7 +72,7 @@ def test_a_word_is_not_said_twice_where_an_answer_is_filled_in():
 
 def test_an_answer_that_ends_a_sentence_gets_no_second_stop():
     hops = (Hop("Until when?", "3 a.m.", FILM), Hop("Which?", 'under "North Africa."', PERSON))
-    steps = gold.steps(with_hops(*hops), [[], []])
+    steps = gold.with_searches(with_hops(*hops), [[], []])
     assert steps[1].analysis.startswith("Until when? 3 a.m. Next")
     assert steps[2].analysis == 'Which? under "North Africa." This gives the answer.'
 
@@ -138,7 +138,8 @@ def test_an_answer_is_verified_by_the_documents_that_show_it():
     protocol = build_protocol(ProtocolSettings(verification=True))
     made = gold.demonstration(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
     assert made[-1].verification == "[2] Brenn shows Ann Dahl, [1] Ann Dahl shows Oslo."
-    assert check_steps(made, protocol) is None and made[:-1] == gold.steps(QUESTION, [[OTHERS[0], FILM], [PERSON]])[:-1]
+    searching = gold.with_searches(QUESTION, [[OTHERS[0], FILM], [PERSON]])
+    assert check_steps(made, protocol) is None and made[:-1] == searching[:-1]
     assert gold.verified(QUESTION, made, build_protocol(ProtocolSettings())) == made
     assert check_steps(gold.demonstration(QUESTION, [OTHERS, OTHERS], protocol), protocol).startswith(
         "step 3 answers without a"
@@ -154,7 +155,7 @@ def test_queries_that_do_not_wait_for_one_another_are_asked_at_once():
     assert made[0].analysis == "I need to find out: Who made it? When?"
     assert made[1].analysis.startswith("Who made it? Ann. When? 1900. Next I need to find out:")
     assert check_steps(made, protocol) is None
-    assert [len(s.queries) for s in gold.steps(question, [[]] * 3, most_queries=1)] == [1, 1, 1, 0]
+    assert [len(s.queries) for s in gold.with_searches(question, [[]] * 3, most_queries=1)] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("hurried", [False, True])

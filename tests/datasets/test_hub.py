@@ -11,6 +11,7 @@ import pytest
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets import hub
 from r3lite.datasets.qa import read_questions
+from r3lite.settings.data import DATA_SETS, names_data_set
 from tests.errors import raises
 from tests.question_rows import HOTPOT, write
 
@@ -155,3 +156,9 @@ def test_a_hub_string_without_a_network_says_what_to_put_where():
         )
         assert "R3LiteError: the data set 'hotpotqa/hotpot_qa' cannot be downloaded" in done.stderr
         assert "hotpot_train_v1.1.json" in done.stderr and "--data" in done.stderr
+
+
+def test_the_settings_name_the_data_sets_that_have_short_names():
+    assert tuple(hub.NAMED) == DATA_SETS
+    assert [name for name in ("hotpotqa", "musique,train", "a/b,c,train") if not names_data_set(name)] == []
+    assert [name for name in ("train.jsonl", "a,b", "hotpotqa.json") if names_data_set(name)] == []

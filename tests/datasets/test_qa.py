@@ -298,3 +298,49 @@ def test_types_are_the_data_sets_own(tmp_path):
     rows += [{"question": "Sort a list.", "answer": "sorted(x)", "task": " coding "}]
     questions = read_questions(write(tmp_path / "a.jsonl", rows))
     assert [q.type for q in questions] == ["bridge", "compositional", "", "", "", "coding"]
+
+
+TABLES = [
+    ("q.csv", "question,answer\nWho is it?,Ann\n", "Who is it?"),
+    ("q.csv", "\ufeffQuestion;Answer;Note\r\nWho, if any?;Ann;\r\n", "Who, if any?"),
+    ("q.csv", "sep=|\nquestion|answer\nWho?|Ann\n", "Who?"),
+    ("q.CSV", 'answer,question\nAnn,"Who, in\n""Brenn""?"\n', 'Who, in "Brenn"?'),
+    ("q.tsv", 'question\tanswer\nWho is "it"?\tAnn\n', 'Who is "it"?'),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "question"), TABLES)
+def test_questions_in_a_table(tmp_path, name, content, question):
+    """CSV was `line 1: not JSON`."""
+    (tmp_path / name).write_bytes(content.encode())
+    (read,) = read_questions(tmp_path / name)
+    assert (read.id, read.text, read.answers) == ("q-1", question, ("Ann",))
+
+
+def test_a_table_gives_ids_and_leaves_out_empty_cells(tmp_path):
+    (tmp_path / "q.csv").write_text("id,question,answer,task\n7,Who?,Ann,\n8,Where?,1.50,poem\n", encoding="utf-8")
+    assert [(q.id, q.text, q.answers, q.type) for q in read_questions(tmp_path / "q.csv")] == [
+        ("7", "Who?", ("Ann",), ""),
+        ("8", "Where?", ("1.50",), "poem"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "values"),
+    [
+        ("q.csv", b"question,answer\nWho, if any?,Ann\n", "bad-row", ["row 1: 3 cells, but 2 columns", "quotation"]),
+        ("q.csv", b"Who?,Ann\nWhere?,Oslo\n", None, ["row 1: ", "question", "The first line must name the columns"]),
+        ("q.csv", b"question,answer,answer\nWho?,a,b\n", "column-twice", ["2 columns named answer"]),
+        ("q.csv", b"question,answer\nWho?,\xfc\n", "file-unreadable", ["CSV in UTF-8"]),
+        ("q.csv", b'question,answer\n"Who?,a\n', "not-a-table", ["q.csv is not a table"]),
+        ("q.csv", b"", "no-usable-questions", []),
+        ("q.txt", b"question,answer\nWho?,Ann\n", "data-format-unknown", ["q.txt is neither JSON", ".csv or .tsv"]),
+        ("q.xlsx", b"PK\x03\x04", "data-format-unknown", ["Save it as CSV"]),
+    ],
+)
+def test_a_table_that_cannot_be_read_says_what_it_must_be(tmp_path, name, content, code, values):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(R3LiteError) as told:
+        read_questions(tmp_path / name)
+    assert code in (None, told.value.code)
+    assert [value for value in values if value not in str(told.value)] == []

@@ -86,7 +86,7 @@ def encoded(tokenizer):
 def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name):
     """Tokens and mask equal those of the engine when its model says just this."""
     protocol = build_protocol(ProtocolSettings(**SETTINGS[name]))
-    steps = PLANNED if protocol.plans else TRAJECTORY.steps if protocol.searches else TRAJECTORY.steps[-1:]
+    steps = PLANNED if protocol.plans else TRAJECTORY.steps if protocol.can_search else TRAJECTORY.steps[-1:]
     row = encode_row(replace(TRAJECTORY, steps=steps), layout_of(tokenizer, protocol))
     script = []
     for number, step in enumerate(steps, 1):

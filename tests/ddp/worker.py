@@ -37,7 +37,7 @@ def paid(patch: Patch) -> None:
 
     def score(episode, *_):
         drawn = zlib.crc32(repr([episode.question.id, *episode.steps]).encode()) % 4 / 3
-        return reward.Scored([drawn] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})
+        return reward.EpisodeReward([drawn] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})
 
     patch.setattr(reward, "score", score)
 
@@ -49,7 +49,7 @@ def seldom_paid(patch: Patch) -> None:
 
     def score(episode, *_):
         if zlib.crc32(episode.question.id.encode()) % 3 == 0:
-            return reward.Scored([0.0] * len(episode.steps), {"em": 0.0})
+            return reward.EpisodeReward([0.0] * len(episode.steps), {"em": 0.0})
         return drawn(episode)
 
     patch.setattr(reward, "score", score)
@@ -90,7 +90,7 @@ def count_of_local_tokens(patch: Patch) -> None:
     add_gradients = Learner.add_gradients
 
     def local(self, batch):
-        mine = batch.rows(self.ranks.share([len(row) for row in batch.token_rows()]))
+        mine = batch.select(self.ranks.share([len(row) for row in batch.token_rows()]))
         with undivided(self.ranks):
             return add_gradients(self, mine)
 

@@ -164,6 +164,6 @@ def test_streaming_is_named_where_a_base_would_fit_with_it():
 @pytest.mark.parametrize("gib", [4.0, 8.0])
 def test_full_fine_tuning_recomputes_dense_layers_whatever_a_preset_has(gib):
     """The preset tiny, of no recomputed layers, made `sft --no-lora` fail, and NF4 weights cannot change."""
-    w = replace(qwen("0.5b", **WORKLOADS["sft"]), full=True, lora_r=0)
+    w = replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0)
     chosen = choose(w, {"recompute_layers": 0, "nf4": True}, int(gib * (1 << 30)))
     assert (chosen.nf4, chosen.recompute_layers) == (False, w.model.num_hidden_layers)

@@ -44,7 +44,7 @@ def test_operations_of_a_training_step_are_those_of_the_other_formula():
     recomputing = duration.update(SFT, Memory(recompute_layers=24))
     layers = duration.forward(SFT, Memory(), 1, 1024, 512).products
     assert recomputing.products - cost.products == layers == 1024 * (2 * BASE + 24 * 4 * 896 * 512)
-    full = duration.update(replace(SFT, full=True), Memory())
+    full = duration.update(replace(SFT, full_tuning=True), Memory())
     assert full.products - cost.products == layers + 2 * QWEN_TOKENS * 896 * 1024
     assert full.read - cost.read == pytest.approx(40 * 494e6 + 2 * QWEN_TOKENS * 896, rel=1e-2)
 

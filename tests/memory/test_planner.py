@@ -27,6 +27,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.settings import LoraSettings
 from tests.packed_folders import write_packed
 
+pytestmark = pytest.mark.usefixtures("fast_half_products")
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}

@@ -58,7 +58,10 @@ def run_rl(toy, output, *more) -> int:
 def paid(monkeypatch):
     """A random model's episodes are all wrong: here they are paid 0, 1/2, 1, 0, ..., so that there is a gradient."""
     count = itertools.count()
-    score = lambda episode, *_: reward.Scored([next(count) % 3 / 2] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})  # noqa: E731
+
+    def score(episode, *_):
+        return reward.EpisodeReward([next(count) % 3 / 2] + [0.0] * (len(episode.steps) - 1), {"em": 0.0})
+
     monkeypatch.setattr(reward, "score", score)
 
 
@@ -227,7 +230,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
     assert "Close other programs that use the GPU and continue with --resume auto" in told and "Traceback" not in told
     assert list(checkpoint.folders_by_step(tmp_path / "run")) == ([] if failed == 1 else [2])
-    assert ("saved step 2; continue with" in told) == (failed == 3)
+    assert ("saved step 2; continue with: python -m r3lite." in told) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
     one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())

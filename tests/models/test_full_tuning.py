@@ -41,7 +41,7 @@ def test_gradients_are_those_of_autograd(small_model, tied, memory):
         found.clear()
         (loss_of(model, full.head_gradient()) / 8).backward()
         assert {name.split(".")[2] for name in found} == {"0", "1", "2"}  # by now, all of the layers'
-        full.finish()
+        full.apply_last()
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -105,8 +105,8 @@ PROTOCOLS = {name: build_protocol(ProtocolSettings(**settings)) for name, settin
 CASES = [
     (name, field, opening)
     for name, protocol in PROTOCOLS.items()
-    for field in (("title", "text", "question", "all") if protocol.searches else ("question",))
-    for opening in ("none", "single-retrieval" if protocol.searches else "no-retrieval")
+    for field in (("title", "text", "question", "all") if protocol.can_search else ("question",))
+    for opening in ("none", "single-retrieval" if protocol.can_search else "no-retrieval")
 ]
 PROTOCOLS["plain"] = build_protocol(ProtocolSettings(), OPENINGS["rag"])
 CASES += [("plain", field, "rag") for field in ("title", "text", "question", "all")]
@@ -125,7 +125,7 @@ def episode(tokenizer, protocol: Protocol, opening: str, question: str, document
                 break
         layout.close_turn(transcript)
 
-    if opening == "none" and protocol.searches:
+    if opening == "none" and protocol.can_search:
         first = Step.asking("I must look.", "what is where")
         speak(protocol.render(protocol.first_search("what is where") if protocol.plans else first, 1))
     if transcript.pending:

@@ -48,7 +48,7 @@ def test_no_retrieval(says, tokenizer):
     sequences = says("no-retrieval", " Ada").run(QUESTIONS, ["0", "1"], asked.extend)
     for sequence in sequences:
         episode = sequence.episode()
-        assert (episode.prediction, episode.finish, episode.searches) == ("Ada", ANSWERED, 0)
+        assert (episode.prediction, episode.finish, episode.search_count) == ("Ada", ANSWERED, 0)
         assert len(episode.steps) == 1 and not episode.steps[0].faults
         said = tokenizer.decode([t for t, sampled in zip(sequence.tokens, sequence.action_mask) if sampled])
         assert said == " Ada"
@@ -66,7 +66,7 @@ def test_single_retrieval_asks_the_question_once(says, tokenizer):
     assert calls == [[("a", "Who wrote it?"), ("b", "Where is it?")]]
     for sequence in sequences:
         episode = sequence.episode()
-        assert (episode.prediction, episode.finish, episode.searches) == ("Rome", ANSWERED, 1)
+        assert (episode.prediction, episode.finish, episode.search_count) == ("Rome", ANSWERED, 1)
         assert episode.documents == [DOCUMENT] and not any(s.faults for s in episode.steps)
         text = tokenizer.decode(sequence.tokens)
         assert text.index("D: [1] Ada: Ada wrote it.") < text.index("The final answer: Rome")

@@ -57,7 +57,7 @@ def test_without_search_a_format_is_one_turn(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('kind = "tags"\nthink = ["<a>", "</a>"]\nanswer = ["<b>", "</b>"]\nprompt = "{question}"')
     protocol = own(path)
-    assert not protocol.searches and protocol.render(ANSWER, 1) == "<a> It is so. </a><b> Ada </b>"
+    assert not protocol.can_search and protocol.render(ANSWER, 1) == "<a> It is so. </a><b> Ada </b>"
 
 
 def test_prompts_of_the_settings_come_first(tmp_path):

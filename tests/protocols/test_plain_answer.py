@@ -25,7 +25,7 @@ def opened(tokenizer, baseline, documents=DOCUMENTS, system=None, **lengths) -> 
     layout = Layout(tokenizer, protocol, LengthSettings(**lengths), opening)
     transcript = Transcript(QUESTION)
     layout.open(transcript)
-    assert [s.query for s in transcript.pending] == (["Who wrote it, and when?"] if opening.searches else [])
+    assert [s.query for s in transcript.pending] == (["Who wrote it, and when?"] if opening.retrieves_first else [])
     if transcript.pending:
         layout.splice(transcript, [documents])
     return layout, transcript

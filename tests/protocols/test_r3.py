@@ -114,8 +114,8 @@ def test_a_forced_answer_needs_no_analysis_of_its_own():
 
 
 def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer_unless_it_has_begun_one():
-    assert FORMAT.finishing("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
-    assert FORMAT.finishing("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
+    assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
+    assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
 
 
 def test_any_mixture_of_pieces_is_read_without_an_error():

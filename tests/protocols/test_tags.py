@@ -45,7 +45,7 @@ def test_the_solution_format():
         SOLVE.parse(text, []) == Step("6 times 7", answer="42")
         and SOLVE.render(Step("6 times 7", answer="42"), 1) == text
     )
-    assert not SOLVE.searches and SOLVE.stop_strings == ("</SOLUTION>",)
+    assert not SOLVE.can_search and SOLVE.stop_strings == ("</SOLUTION>",)
     assert SOLVE.parse("<start_working_out>x<end_working_out><search>q</search>", []).searches == ()
     assert SOLVE.parse("<start_working_out>x</start_working_out><SOLUTION>42</SOLUTION>", []).faults  # no such tag
 
@@ -150,7 +150,7 @@ def generated(seed: int, *more: str) -> list[Step]:
 def test_what_is_rendered_is_read_back(name):
     protocol, read = EVERY[name], 0
     for step in generated(1):
-        if not step.searches or protocol.searches:
+        if not step.searches or protocol.can_search:
             assert protocol.parse(protocol.render(step, 3), [Step.asking("x", "another")]) == step
             read += 1
     assert read > 100
@@ -186,7 +186,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
 def test_a_turn_ends_where_its_query_or_answer_does(name):
     protocol = EVERY[name]
     for step in (Step.asking("a", "q"), Step("a", answer="b")):
-        if not step.searches or protocol.searches:
+        if not step.searches or protocol.can_search:
             text = protocol.render(step, 1)
             assert text.endswith(protocol.stop_strings) and protocol.first_turn(f"{text}<information>x") == text
     assert protocol.first_turn("no tag") == "no tag"
@@ -205,10 +205,10 @@ def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer(name):
     """What it left open is closed first; a turn that has begun to answer cannot be finished."""
     protocol = EVERY[name]
     begun = f"{protocol.think.opening} a lot"
-    given = protocol.finishing(begun, [])
+    given = protocol.cut_off_heading(begun, [])
     assert given == f"{protocol.think.closing}\n{protocol.answer.opening}"
     assert protocol.parse(f"{begun}{given} Oslo {protocol.answer.closing}", []) == Step("a lot", answer="Oslo")
-    assert protocol.finishing(f"{begun}{given} Os", []) is None
+    assert protocol.cut_off_heading(f"{begun}{given} Os", []) is None
 
 
 def test_documents_are_numbered_one_a_line_inside_their_tags():

@@ -47,7 +47,7 @@ def small_blocks(monkeypatch):
 def build(folder, encoder, documents=DOCUMENTS, kind="flat"):
     with building.gathered(folder, iter(documents)) as made:
         kept = building.encode(made, encoder, kind)
-        building.finish(made, encoder, estimate(kind, len(documents), encoder.dimension))
+        building.write_index(made, encoder, estimate(kind, len(documents), encoder.dimension))
     return kept
 
 

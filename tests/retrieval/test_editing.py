@@ -40,7 +40,7 @@ def passage(number):
 def build(folder, documents, kind="flat"):
     with building.gathered(folder, documents) as made:
         building.encode(made, Drawn(), kind)
-        building.finish(made, Drawn(), estimate(kind, len(documents), D))
+        building.write_index(made, Drawn(), estimate(kind, len(documents), D))
 
 
 @pytest.fixture

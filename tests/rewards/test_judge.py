@@ -50,7 +50,7 @@ def test_one_call_per_episode_judges_all_its_steps(gemini, judge, answers):
     counts = judging.counts()
     assert counts["judge/calls"] == 1 and counts["judge/input_tokens"] == 100 and counts["judge/cost"] > 0
     settings = RewardSettings(outcome_em=0, outcome_judge=1, process_recall=0, process_judge=1, format_reward=0)
-    assert score(episode(), settings, verdict).steps == pytest.approx([1.6 * 0.85, 1.0])
+    assert score(episode(), settings, verdict).by_step == pytest.approx([1.6 * 0.85, 1.0])
 
 
 ATTACKS = [

@@ -62,7 +62,7 @@ def test_a_flag_equals_the_function_of_the_same_meaning(flag, entry, episode):
     named = RewardEntry({"name": entry, "weight": weight} if isinstance(entry, str) else {**entry, "weight": weight})
     by_flag = score(episode, dataclasses.replace(NOTHING, **{flag: weight}), verdict)
     by_name = score(episode, dataclasses.replace(NOTHING, rewards=(named,)), verdict)
-    assert by_flag.steps == by_name.steps
+    assert by_flag.by_step == by_name.by_step
 
 
 def test_judged_steps_and_the_form_by_hand():
@@ -70,12 +70,12 @@ def test_judged_steps_and_the_form_by_hand():
     gammas = {"gamma_correct": 0.6, "gamma_incorrect": -0.2, "gamma_fail": -0.1}
     judged = dataclasses.replace(NOTHING, process_judge=1.0, outcome_judge=1e-9, **gammas)
     means = [0.55, 0.6, 0.15]
-    rewards = score(EPISODES[1], judged, verdict).steps
+    rewards = score(EPISODES[1], judged, verdict).by_step
     assert rewards[:3] == pytest.approx([1.6 * mean for mean in means])
-    rewards = score(EPISODES[1], judged, Verdict(False, OPINIONS)).steps
+    rewards = score(EPISODES[1], judged, Verdict(False, OPINIONS)).by_step
     assert rewards[:3] == pytest.approx([0.8 * mean for mean in means])
     form = score(EPISODES[0], dataclasses.replace(NOTHING, format_reward=0.3))
-    assert form.steps == [0.3 / 4, 0.0, 0.3 / 4, 0.3 / 4]
+    assert form.by_step == [0.3 / 4, 0.0, 0.3 / 4, 0.3 / 4]
 
 
 def test_too_few_searches_leave_the_outcome_unrewarded():
@@ -154,7 +154,7 @@ def test_a_mixed_reward_is_the_sum_of_its_parts_to_the_last_bit(seed):
     episode, verdict = drawn_episode(draw)
     settings = drawn_settings(draw)
     scored = score(episode, settings, verdict)
-    assert scored.steps == steps_by_hand(episode, settings, verdict)
+    assert scored.by_step == steps_by_hand(episode, settings, verdict)
     names = [reward.name for reward in rewards_of(settings)]
     assert scored.total == pytest.approx(sum(scored.parts[name] for name in names))
     assert list(scored.parts)[:3] == ["format", "process", "outcome"]

@@ -12,7 +12,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve
 from r3lite.rewards import answers, searching
 from r3lite.rewards.registry import REWARDS, SEARCH_REWARDS, named_rewards, needs_verdict
-from r3lite.rewards.reward import Scored, score, score_all
+from r3lite.rewards.reward import EpisodeReward, score, score_all
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
 from r3lite.settings.rewards import RewardEntry
@@ -60,7 +60,7 @@ def test_weights_parameters_and_where_each_part_is_paid():
         {"name": "rouge_l_levels", "weight": -1, "low": 0.7},  # ROUGE-L is 2/3: -1
     )
     scored = score(EPISODE, chosen)
-    assert scored.steps == pytest.approx([0.25, 0.25 - 0.3, 4 / 3 + 1])
+    assert scored.by_step == pytest.approx([0.25, 0.25 - 0.3, 4 / 3 + 1])
     parts = {"answer_f1": 4 / 3, "gold_recall": 0.5, "search_excess": -0.3, "rouge_l_levels": 1}
     assert {name: scored.parts[name] for name in parts} == pytest.approx(parts)
     paid = sum(scored.parts[name] for name in ("format", "process", "outcome", *parts))
@@ -95,7 +95,7 @@ def test_a_missing_part_is_a_missing_reward():
     unknown = Question("q", "Who?", ("Ada",))
     chosen = settings("gold_recall", "exact_match")
     assert score(answered("Ada", search(OTHER), question=unknown), chosen) is None
-    assert isinstance(score(answered("Ada", search(OTHER)), chosen), Scored)
+    assert isinstance(score(answered("Ada", search(OTHER)), chosen), EpisodeReward)
 
 
 def test_a_reward_that_is_missing_for_all_questions_stops_the_run():
@@ -113,7 +113,7 @@ def test_a_reward_that_takes_a_verdict_needs_a_judge():
     assert needs_verdict(chosen) and not needs_verdict(settings("exact_match"))
     verdict = Verdict(True, (StepVerdict(0.5, 1.0), StepVerdict(0.5, 0.5), StepVerdict(0.0, 0.0)))
     assert score(EPISODE, chosen) is None
-    assert score(EPISODE, chosen, verdict).steps == pytest.approx([0, 0, 0.5 + 0.1 * 0.5])
+    assert score(EPISODE, chosen, verdict).by_step == pytest.approx([0, 0, 0.5 + 0.1 * 0.5])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_users_own_functions(own):
         {"name": "own_rewards:brevity", "weight": 0.5, "most": 1}, {"name": "own_rewards:each", "bonus": 0.25}
     )
     scored = score(EPISODE, chosen)
-    assert scored.steps == pytest.approx([0, 0.25, 0.5 - 0.5])
+    assert scored.by_step == pytest.approx([0, 0.25, 0.5 - 0.5])
     assert scored.parts["own_rewards:brevity"] == -0.5 and scored.parts["own_rewards:each"] == 0.75
     assert score(EPISODE, settings("own_rewards:sometimes"), Verdict(True, (StepVerdict(0, 0),) * 3)) is None
     with raises(UsageError, "reward-parameter-missing", "own_rewards:each", "bonus"):
@@ -197,7 +197,7 @@ def test_what_cannot_be_paid_names_the_reward(own, returned, told):
 
 def test_numbers_of_other_types_are_numbers(own):
     own("import numpy as np\ndef f(episode):\n    return [np.float32(0.5), True, 1]")
-    assert score(EPISODE, settings("own_rewards:f")).steps == [0.5, 1.0, 1.0] and np.float32(0.5) == 0.5
+    assert score(EPISODE, settings("own_rewards:f")).by_step == [0.5, 1.0, 1.0] and np.float32(0.5) == 0.5
 
 
 def test_a_function_that_fails_is_named_with_its_line(own, tmp_path):
@@ -225,7 +225,7 @@ def test_a_module_that_cannot_be_imported_is_not_called_missing(own):
 def test_an_episode_without_steps_has_nowhere_to_be_paid(own):
     own("def last(episode):\n    return float(episode.steps[-1].answer is not None)")
     scored = score(Episode(QUESTION), settings("own_rewards:last", "gold_recall"))
-    assert scored.steps == [] and scored.parts["own_rewards:last"] == scored.parts["gold_recall"] == 0
+    assert scored.by_step == [] and scored.parts["own_rewards:last"] == scored.parts["gold_recall"] == 0
 
 
 def test_weights_that_are_too_large_together_are_refused():

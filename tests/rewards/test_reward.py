@@ -7,7 +7,7 @@ from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
-from r3lite.rewards.reward import Scored, score
+from r3lite.rewards.reward import EpisodeReward, score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import ProtocolSettings, RewardSettings
 from tests.errors import raises
@@ -40,7 +40,7 @@ def test_a_right_episode_by_hand():
     )
     scored = score(episode, PLAIN)
     # A half of the gold at each query: 0.1 / 3 + 1.6 * 0.4 / 2; then format, EM and F1.
-    assert scored.steps == pytest.approx([0.32 + 0.1 / 3, 0.32 + 0.1 / 3, 0.1 / 3 + 1.0 + 0.5])
+    assert scored.by_step == pytest.approx([0.32 + 0.1 / 3, 0.32 + 0.1 / 3, 0.1 / 3 + 1.0 + 0.5])
     assert scored.parts == pytest.approx(
         {"format": 0.1, "process": 0.64, "outcome": 1.5, "em": 1.0, "f1": 1.0, "recall": 1.0}
     )
@@ -76,7 +76,7 @@ def test_a_later_step_is_not_paid_for_an_earlier_hit():
     # Documents were accumulated over the episode, so that every later query was paid for the first one's hit.
     episode = Episode(QUESTION, [search(GOLD[0]), search(GOLD[0], query="again"), search(OTHER, GOLD[0], query="more")])
     assert episode.new_gold() == [{0}, set(), set()]
-    assert score(episode, RewardSettings(format_reward=0.0, process_recall=1.0, gamma_fail=0.0)).steps == [
+    assert score(episode, RewardSettings(format_reward=0.0, process_recall=1.0, gamma_fail=0.0)).by_step == [
         0.5,
         0.0,
         0.0,
@@ -99,13 +99,13 @@ def test_only_faultless_steps_are_paid_for_format():
         QUESTION, [search(faults=("repeated_query",)), search(query="x"), Step(faults=("cut_off",))], CUT_OFF
     )
     scored = score(episode, PLAIN)
-    assert scored.steps == pytest.approx([0.0, 0.1 / 3, 0.0])
+    assert scored.by_step == pytest.approx([0.0, 0.1 / 3, 0.0])
     assert scored.parts["outcome"] == scored.parts["em"] == 0.0
 
 
 def test_an_episode_without_steps_has_nowhere_to_be_paid():
     scored = score(Episode(QUESTION), PLAIN)
-    assert scored.steps == [] and scored.total == 0
+    assert scored.by_step == [] and scored.total == 0
     assert scored.parts == {"format": 0, "process": 0, "outcome": 0, "em": 0.0, "f1": 0.0, "recall": 0.0}
 
 
@@ -118,7 +118,7 @@ def test_no_answer_is_not_the_empty_answer():
 def test_recall_is_missing_where_no_gold_is_known():
     scored = score(Episode(Question("q", "Who?", ("Ada",)), [search(OTHER), answer("Ada")], ANSWERED), PLAIN)
     assert scored.parts["recall"] is None
-    assert scored.steps == pytest.approx([0.05, 1.55])
+    assert scored.by_step == pytest.approx([0.05, 1.55])
 
 
 def test_yes_and_no_follow_the_data_set():
@@ -136,17 +136,17 @@ def test_a_judge_pays_right_answers_and_steps():
     verdict = Verdict(True, (StepVerdict(0.8, 0.4), StepVerdict(0.0, 1.0)))
     scored = score(episode, JUDGED, verdict)
     # 1.6 because the judge, who pays the outcome, calls it right; the answering step has no query to be paid for.
-    assert scored.steps == pytest.approx([1.6 * 0.5 * 0.6, 1.0])
+    assert scored.by_step == pytest.approx([1.6 * 0.5 * 0.6, 1.0])
     assert scored.parts["judge"] == 1.0 and scored.parts["em"] == 0.0
     wrong = score(episode, JUDGED, Verdict(False, verdict.steps))
-    assert wrong.steps == pytest.approx([0.8 * 0.5 * 0.6, 0.0])
+    assert wrong.by_step == pytest.approx([0.8 * 0.5 * 0.6, 0.0])
 
 
 def test_a_failed_judge_is_a_missing_reward_not_a_zero():
     episode = Episode(QUESTION, [answer("Ada")], ANSWERED)
     assert score(episode, JUDGED) is None
     assert score(episode, RewardSettings(outcome_judge=0.1)) is None
-    assert isinstance(score(episode, RewardSettings()), Scored)  # no weight asks for a judge
+    assert isinstance(score(episode, RewardSettings()), EpisodeReward)  # no weight asks for a judge
 
 
 def test_a_judge_cannot_call_a_missing_answer_right():
@@ -158,8 +158,8 @@ def test_a_judge_cannot_call_a_missing_answer_right():
 def test_a_reward_that_cannot_be_learned_from_is_refused(paid):
     """It would become a metric that is no number, and then gradients that are none."""
     with pytest.raises(R3LiteError, match=r"the reward of a step is .*; it must be finite .*\n  Lower the weights"):
-        Scored([0.5, paid])
-    assert Scored([1e15, -1e15]).total == 0
+        EpisodeReward([0.5, paid])
+    assert EpisodeReward([1e15, -1e15]).total == 0
 
 
 def test_weights_that_add_up_to_infinity_are_refused():
@@ -174,11 +174,11 @@ def test_the_search_policy_by_hand():
     """0.05 for the first query, 0.3 off for the second; format is 0.1 / 3 at the first and third step."""
     policy = dataclasses.replace(PLAIN, process_recall=0.0, search_bonus=0.05, idle_query_penalty=0.3)
     scored = score(Episode(QUESTION, REPEATS, ANSWERED), policy)
-    assert scored.steps == pytest.approx([0.1 / 3 + 0.05, -0.3, 0.1 / 3 + 1.5])
+    assert scored.by_step == pytest.approx([0.1 / 3 + 0.05, -0.3, 0.1 / 3 + 1.5])
     assert scored.parts["search"] == pytest.approx(-0.25)
     assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome", "search")))
     blank = [search(GOLD[0]), Step("So.", faults=("blank_query",))]
-    assert score(Episode(QUESTION, blank, MALFORMED), policy).steps == pytest.approx([0.05 + 0.05, -0.3])
+    assert score(Episode(QUESTION, blank, MALFORMED), policy).by_step == pytest.approx([0.05 + 0.05, -0.3])
     assert score(Episode(QUESTION, [answer("Bob")], ANSWERED), policy).parts["search"] == 0
 
 
@@ -210,7 +210,7 @@ def test_every_new_query_of_a_step_is_a_search():
     again = several("alvik", "Olm", "  OLM", faults=("repeated_query",))  # one of the three is new
     policy = dataclasses.replace(PLAIN, process_recall=0.0, search_bonus=0.1, idle_query_penalty=0.5)
     assert score(Episode(QUESTION, steps, ANSWERED), policy).parts["search"] == pytest.approx(0.3)
-    assert score(Episode(QUESTION, [steps[0], again, answer("Ada")], ANSWERED), policy).steps[:2] == pytest.approx(
+    assert score(Episode(QUESTION, [steps[0], again, answer("Ada")], ANSWERED), policy).by_step[:2] == pytest.approx(
         [0.1 / 3 + 0.3, 0.1 - 0.5]
     )
     for least, outcome in ((3, 1.5), (4, 0.0)):

@@ -33,7 +33,7 @@ def test_rewards_stand_where_they_were_paid():
 def test_rows_take_along_all_that_is_known():
     batch = Batch.of([rollout([1, 2, 3], [False, True, True]), rollout([4, 5], [False, True])])
     known = dataclasses.replace(batch, advantages=torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]]))
-    assert known.rows([1]).advantages.tolist() == [[0.0, 3.0, 0.0]] and known.rows([1]).reference is None
+    assert known.select([1]).advantages.tolist() == [[0.0, 3.0, 0.0]] and known.select([1]).reference is None
     assert torch.equal(known.spread(known.advantages[known.action_mask]), known.advantages)
     tokens = ActionTokens.of(dataclasses.replace(known, weights=known.action_mask / 3), torch.device("cpu"))
     assert tokens.advantages.tolist() == [1.0, 2.0, 3.0] and tokens.reference is None
@@ -46,5 +46,5 @@ def test_rows_are_read_up_to_their_last_action():
     long = rollout([5] * 90, [False] + [True] * 39 + [False] * 50, group=1)
     batch = Batch.of([short, long])
     assert [len(row) for row in batch.token_rows()] == [2, 40]
-    part = batch.rows([1, 0])
+    part = batch.select([1, 0])
     assert part.token_rows() == [[5] * 40, [1, 2]] and part.groups.tolist() == [1, 0]

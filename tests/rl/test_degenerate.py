@@ -62,7 +62,7 @@ def test_a_group_is_compared_with_itself_alone():
         for group in batch.groups.unique():
             mine = torch.nonzero(batch.groups == group)[:, 0]
             assert abs(float(advantages[mine].sum())) < 1e-4 and float(advantages[mine].norm()) <= len(mine) ** 0.5
-            alone = grpo.with_advantages(batch.rows(mine.tolist())).advantages[:, 1]
+            alone = grpo.with_advantages(batch.select(mine.tolist())).advantages[:, 1]
             assert torch.equal(alone, advantages[mine])
             if len(mine) == 1 or batch.rewards.sum(-1)[mine].unique().numel() == 1:
                 assert not advantages[mine].any()
@@ -90,4 +90,4 @@ def test_a_round_is_learned_from(setup, algorithm, seed):
 @pytest.mark.parametrize("paid", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_a_reward_that_is_no_number_is_a_bug(batch, paid):
     with pytest.raises(AssertionError, match="finite"):
-        Batch.of([replace(episode(random.Random(0), 0.0, 0, 2), rewards=[(1, 0.5), (2, paid)])])
+        Batch.of([replace(episode(random.Random(0), 0.0, 0, 2), token_rewards=[(1, 0.5), (2, paid)])])

@@ -145,7 +145,7 @@ def test_the_kl_of_a_round_and_its_error_over_questions_by_hand():
     reference = torch.tensor([[5.0, -1.0, -2.0 + log2], [5.0, -1.0 - log2, 0], [5.0, -1.0 - log2, 0], [0, 0, 0]])
     mean, error = kl_on_policy(replace(batch, reference=reference))
     assert (mean, error) == pytest.approx((0.17329, 0.00993), abs=1e-5)
-    assert kl_on_policy(replace(batch, reference=reference).rows([0, 1]))[1] == math.inf
+    assert kl_on_policy(replace(batch, reference=reference).select([0, 1]))[1] == math.inf
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce++-baseline"])

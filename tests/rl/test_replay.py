@@ -110,7 +110,7 @@ def test_the_success_of_lowest_entropy_is_taken():
         True,
     )
     assert again.signal is None
-    assert again.rewards == [(1, 1.0)] and again.record.logprobs == pytest.approx([-0.2])
+    assert again.token_rewards == [(1, 1.0)] and again.record.logprobs == pytest.approx([-0.2])
     assert (
         torch.tensor(again.record.logprobs).tolist() == torch.tensor([-0.1 * 2]).tolist()
     )  # as the batch had it, to the bit

@@ -119,7 +119,7 @@ def ending(work):
 @torch.no_grad()
 @pytest.mark.parametrize("capture", [allocator, driver, ending])
 def test_a_capture_that_runs_out_of_memory_is_handed_on(model, capsys, capture):
-    """`Grant.attempt` then repeats the rollout with fewer rows, for which there is room."""
+    """`Grant.run_within_memory` then repeats the rollout with fewer rows, for which there is room."""
     graphs = filled(model, lambda cache: GraphDecoder(model, cache, SLOTS, capture))
     with pytest.raises(torch.OutOfMemoryError):
         graphs([1, 2, 3])

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 
+from r3lite.core import bars
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Routes
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
@@ -46,6 +47,18 @@ def three(scripted):
         return [DOCUMENTS for _ in pairs]
 
     return engine, engine.run(questions(3), ["a", "b", "c"], retrieve), asked
+
+
+def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeypatch, capsys):
+    monkeypatch.setattr(bars, "PERIOD", 0.0)
+    engine = scripted({"0": [answer(1, "a")], "1": [answer(1, "longer")]}, protocol=PROTOCOL, lengths=LENGTHS)
+    retrieve = lambda pairs: [DOCUMENTS for _ in pairs]  # noqa: E731
+    engine.run(questions(2), ["a", "b"], retrieve, progress="evaluate")
+    told = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    expected = [f"evaluate: {count} of 2 episodes" for count in range(3)]
+    assert list(dict.fromkeys(told)) == expected
+    engine.run(questions(2), ["a", "b"], retrieve)
+    assert capsys.readouterr().err == ""
 
 
 def test_episodes_go_through_retrievals_to_their_answers(three):
@@ -131,7 +144,7 @@ def test_the_last_hop_is_forced_to_answer(scripted):
     engine = scripted(script, protocol=PROTOCOL, lengths=dataclasses.replace(LENGTHS, max_hops=2))
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
     episode = sequence.episode()
-    assert (episode.finish, episode.prediction, episode.searches) == (ANSWERED, "42", 2)
+    assert (episode.finish, episode.prediction, episode.search_count) == (ANSWERED, "42", 2)
     last = sequence.steps[2]
     assert (last.answer, last.faults) == ("42", ("answer_was_forced",)) and len(sequence.steps) == 3
     text = engine.layout.tokenizer.decode([t for t, a in zip(sequence.tokens, sequence.action_mask) if a])
@@ -154,7 +167,7 @@ def test_an_episode_that_writes_as_much_as_it_can_writes_what_the_settings_count
     engine = scripted(script, forced="x" * 300 + "...", protocol=PROTOCOL, lengths=lengths)
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
     assert sum(sequence.action_mask) == lengths.most_sampled == (hops + 2) * 120
-    assert sequence.episode().searches == hops and sequence.finish == CUT_OFF
+    assert sequence.episode().search_count == hops and sequence.finish == CUT_OFF
 
 
 def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
@@ -247,7 +260,7 @@ def test_a_diamond_of_searches_takes_three_batches_and_fills_its_queries(scripte
     sides = ["When was Ann Dahl born?", "Where was Ann Dahl born?"]
     assert batches == [["Who made Brenn?"], sides, ["Who ruled Oslo in 1900?"]]
     episode = sequence.episode()
-    assert (episode.prediction, episode.searches) == ("Olav", 4) and not any(s.faults for s in episode.steps)
+    assert (episode.prediction, episode.search_count) == ("Olav", 4) and not any(s.faults for s in episode.steps)
     assert [s.source for step in episode.steps for s in step.searches] == ["General", "News", "Academic", "General"]
     # What SFT would be shown of these steps is what was sampled.
     laid_out = engine.layout.lay_out(sequence.question, episode.steps, 160)

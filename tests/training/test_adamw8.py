@@ -33,7 +33,7 @@ def trained(steps: int, dtype: torch.dtype = torch.float32, **settings) -> tuple
     for step in range(steps):
         for name, grad in gradients(step, named).items():
             optimizer.update(named[name], grad.to(dtype))
-        optimizer.finish()
+        optimizer.end_step()
     return optimizer, named
 
 
@@ -110,7 +110,7 @@ def test_each_tensor_is_clipped_to_its_share_of_the_norm():
     torch.testing.assert_close(moments["norm.weight"], torch.full((40,), 0.1 / total**0.5))
     scale = optimizer.state[named["wide.weight"]]["exp_avg_scale"]
     torch.testing.assert_close(scale, torch.full_like(scale, 0.1 * 1e-4))
-    assert optimizer.finish() == pytest.approx((40 * 100.0**2 + 32 * 256 * 1e-8) ** 0.5)
+    assert optimizer.end_step() == pytest.approx((40 * 100.0**2 + 32 * 256 * 1e-8) ** 0.5)
 
 
 def test_state_goes_on_to_the_bit():
@@ -133,4 +133,4 @@ def test_a_gradient_that_is_not_finite_ends_the_step_and_spares_its_tensor():
     optimizer.update(named["norm.weight"], torch.full((40,), float("nan")))
     assert torch.equal(named["norm.weight"], weights()["norm.weight"])
     with raises(NonFiniteGradients, "gradients-not-finite-8bit"):
-        optimizer.finish()
+        optimizer.end_step()

@@ -13,6 +13,7 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sweep
+from r3lite.core.inherited import CHECKPOINT
 from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
 from tests.errors import raises
@@ -226,6 +227,6 @@ def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
         assert found.step >= last
         assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
         sweep(tmp_path)
-        assert all(checkpoint.NAME.fullmatch(p.name) for p in tmp_path.iterdir())
+        assert all(CHECKPOINT.fullmatch(p.name) for p in tmp_path.iterdir())
         for folder in checkpoint.folders_by_step(tmp_path).values():
             checkpoint.remove(folder)

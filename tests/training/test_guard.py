@@ -38,7 +38,7 @@ def alarms(rounds: list[dict], settings: GuardSettings = USUAL, episodes: int = 
     """The steps at which a guard raises an alarm, with the limit; each round has what differs from a healthy one."""
     guard, found = Guard(settings, episodes), {}
     for step, changes in enumerate(rounds, 1):
-        alarm = guard.look(step, HEALTHY | changes)
+        alarm = guard.check(step, HEALTHY | changes)
         if alarm:
             found[step] = alarm.limit
     return found
@@ -137,7 +137,7 @@ def validated(*f1s: list[float], settings: GuardSettings = USUAL) -> dict[int, s
     guard, found = Guard(settings, 64), {}
     guard.validated(0, RIGHT)
     for step, each in enumerate(f1s, 1):
-        if alarm := guard.look(step, HEALTHY, each):
+        if alarm := guard.check(step, HEALTHY, each):
             found[step] = alarm.limit
     return found
 
@@ -175,7 +175,7 @@ def test_a_drop_is_told_with_the_reward_if_that_rose():
     def told(*rewards: float) -> str:
         guard = Guard(GuardSettings(), 64)
         for step, reward in enumerate(rewards, 1):
-            alarm = guard.look(step, HEALTHY | {"reward": reward}, RIGHT if step == 1 else fewer(16))
+            alarm = guard.check(step, HEALTHY | {"reward": reward}, RIGHT if step == 1 else fewer(16))
         return alarm.message
 
     fell = "validation F1 fell from 0.500 to 0.250"
@@ -186,24 +186,24 @@ def test_a_drop_is_told_with_the_reward_if_that_rose():
 def test_the_best_validation_is_the_first_of_equal_ones():
     guard = Guard(GuardSettings(), 64)
     for step, each in enumerate([fewer(3), RIGHT, fewer(1), RIGHT[::-1], fewer(2)]):
-        guard.look(step, HEALTHY, each)
+        guard.check(step, HEALTHY, each)
     assert guard.best.step == 1 and guard.best.f1 == 0.5
 
 
 def test_a_rollback_begins_the_counts_anew_and_scales_rate_and_kl():
     guard, bad = Guard(GuardSettings(guard_rate_factor=0.5, guard_kl_factor=3.0), 64), {"malformed_ratio": 0.9}
     for step in range(1, 7):
-        alarm = guard.look(step, HEALTHY | (bad if step > 1 else {}))
+        alarm = guard.check(step, HEALTHY | (bad if step > 1 else {}))
     assert alarm.limit == "guard_malformed" and (guard.rate_scale, guard.kl_scale) == (1, 1)
     guard.rolled_back()
     assert (guard.rate_scale, guard.kl_scale) == (0.5, 3.0)
-    assert not any(guard.look(step, HEALTHY | bad) for step in range(7, 11))
-    assert guard.look(11, HEALTHY | bad).limit == "guard_malformed"  # compared with the first rounds of the run still
+    assert not any(guard.check(step, HEALTHY | bad) for step in range(7, 11))
+    assert guard.check(11, HEALTHY | bad).limit == "guard_malformed"  # compared with the first rounds of the run still
 
 
 def test_what_is_told_has_the_figures():
     guard = Guard(GuardSettings(), 64)
-    told = [guard.look(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][
+    told = [guard.check(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][
         -1
     ].message
     assert told == "91% of the episodes are malformed or cut off (5% at the start), 5 rounds in a row"
@@ -218,8 +218,8 @@ def test_a_guard_goes_on_from_its_state():
         each = fewer(generator.randrange(20)) if step % 5 == 0 else None
         other = Guard(GuardSettings(guard_patience=3), 64)
         other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-        told.append(one.look(step, record, each))
-        assert other.look(step, record, each) == told[-1] and other.state_dict() == one.state_dict()
+        told.append(one.check(step, record, each))
+        assert other.check(step, record, each) == told[-1] and other.state_dict() == one.state_dict()
         if told[-1]:
             one.rolled_back()
     assert any(told) and one.rollbacks == sum(map(bool, told))
@@ -244,7 +244,7 @@ def test_the_noise_of_64_episodes_raises_no_alarm(seed):
         right = [generator.gauss(-0.3, 0.15) for _ in range(64) if generator.random() < 0.1]
         noisy |= {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
         each = [float(generator.random() < 0.5) for _ in range(64)] if step % 10 == 0 else None
-        assert guard.look(step, HEALTHY | noisy, each) is None
+        assert guard.check(step, HEALTHY | noisy, each) is None
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
     records = [json.loads(line) for line in REAL.read_text(encoding="utf-8").splitlines()]
     rounds, guard = [record for record in records if record["run"] == run], Guard(GuardSettings(), episodes)
     assert len(rounds) == count
-    assert [guard.look(record["step"], record) for record in rounds] == [None] * count
+    assert [guard.check(record["step"], record) for record in rounds] == [None] * count
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
 )
 def test_a_state_that_is_none_is_refused(broken, told):
     guard = Guard(USUAL, 64)
-    guard.look(1, HEALTHY, RIGHT)
+    guard.check(1, HEALTHY, RIGHT)
     with pytest.raises(R3LiteError, match=told):
         Guard(USUAL, 64).load_state_dict(json.loads(json.dumps(guard.state_dict())) | broken)
 
@@ -288,6 +288,6 @@ def test_rewards_of_other_weights_are_not_compared():
                 guard.validated(5, RIGHT)
                 guard.forget_rewards()
                 assert guard.best.reward is guard.best_reward is guard.peak is None
-            alarm = guard.look(step, HEALTHY | changes)
+            alarm = guard.check(step, HEALTHY | changes)
             each |= {step: alarm.limit} if alarm else {}
         assert each == ({found: "guard_variance"} if found else {})

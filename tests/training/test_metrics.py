@@ -27,6 +27,16 @@ def test_a_record_is_one_line_and_one_progress_line(tmp_path, capsys):
     assert capsys.readouterr().err.strip() == "sft 3/3  loss 1.2500  grad_norm 0.5  lr 0.0002  100 tok/s"
 
 
+@pytest.mark.parametrize(("device", "label"), [("cpu", "process"), ("cuda", "tensors"), ("mps", "process")])
+def test_the_progress_line_says_whose_memory_it_shows(tmp_path, capsys, device, label):
+    """Beside a plan of 228 MiB it showed 724, which are the process's, as if the plan were wrong."""
+    memory_of = metrics.memory_of(torch.device(device))
+    log = metrics.MetricsLog(tmp_path, 0, 1, "sft", memory_of=memory_of)
+    log.write({"step": 1, "loss": 1.0, "peak_memory_mib": 724.4})
+    log.close()
+    assert capsys.readouterr().err == f"sft 1/1  loss 1.0000  {label} 724 MiB\n"
+
+
 def test_away_from_a_terminal_a_long_run_prints_about_twenty_lines(tmp_path, capsys):
     logged(tmp_path, [{"step": n, "loss": 0.0} for n in range(1, 401)], total=400)
     lines = capsys.readouterr().err.splitlines()

@@ -48,6 +48,9 @@ def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path)
     for _ in range(2):
         with raises(R3LiteError, "output-not-empty", "notes.md"):
             RunFolder("sft", config, "unused")
+    with raises(R3LiteError, "output-not-empty", "pass another --output") as told:
+        RunFolder("sft", with_values(config, {"resume": "auto"}), "unused")
+    assert "--resume auto" not in str(told.value)  # which is what was passed
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
@@ -205,7 +208,10 @@ def test_an_error_of_the_disk_within_a_step_tells_how_to_go_on(tmp_path, capsys)
     toy.before_update = Mock(side_effect=lambda number: None if number < 5 else (_ for _ in ()).throw(FULL))
     with pytest.raises(OSError, match="No space left"):
         run(toy, output=str(tmp_path))
-    assert f"saved step 3; continue with --config {tmp_path / 'config.toml'} --resume auto" in capsys.readouterr().err
+    assert (
+        f"saved step 3; continue with: python -m r3lite.sft --config {tmp_path / 'config.toml'} --resume auto\n"
+        in capsys.readouterr().err
+    )
 
 
 class Reads(Toy):

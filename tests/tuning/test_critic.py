@@ -29,7 +29,7 @@ def test_the_form_is_what_the_protocol_reads(name, more):
     for number, form in enumerate(forms):
         read.append(made.protocol.parse(form, read))
         assert not read[-1].faults and (read[-1].answer is not None) == (number == len(forms) - 1)
-    assert len(forms) == 1 + made.protocol.searches + made.protocol.plans
+    assert len(forms) == 1 + made.protocol.can_search + made.protocol.plans
 
 
 def test_failures_are_shown_with_their_faults_and_are_data():

@@ -1,8 +1,6 @@
 """A folder of people's own documents made into passages; one file a layout."""
 
 from collections.abc import Callable, Iterator
-from csv import QUOTE_NONE
-from functools import partial
 from typing import Any
 
 from r3lite.retrieval.documents import html, markdown, pdf, python, rows
@@ -19,7 +17,7 @@ READERS: dict[str, Callable[[Any, str], Iterator[DocumentSection]]] = {
     ".json": rows.read_json,
     ".jsonl": rows.read_jsonl,
     ".csv": rows.read_csv,
-    ".tsv": partial(rows.read_table, delimiter="\t", quoting=QUOTE_NONE),  # quotation marks have no meaning there
+    ".tsv": rows.read_tsv,
     ".py": python.read,
     ".pdf": pdf.read,
 }

@@ -1,18 +1,16 @@
 """Rows: JSON, JSON lines, CSV and TSV. Each row is a section."""
 
 import csv
-import io
 import itertools
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+from r3lite.core import tables
 from r3lite.core.records import InvalidRecord, number_text, parse
 from r3lite.retrieval.documents.section import DocumentSection, Unreadable
 
 Row = list[tuple[str, Any]]  # names of columns and values
-DELIMITERS = ",;\t"
-SEPARATOR = re.compile(r'"?sep=([^\w"\r\n])"?(?:\r\n?|\n)', re.IGNORECASE)
 TITLES = ("title", "name", "heading")
 TEXTS = ("text", "contents", "content", "body")
 
@@ -32,52 +30,24 @@ def read_jsonl(text: str, name: str) -> Iterator[DocumentSection]:
 
 
 def read_csv(text: str, name: str) -> Iterator[DocumentSection]:
-    """Returns a section for each row under the first one, which names the columns.
-
-    Cells stand between commas, or between semicolons or tabs, as spreadsheets write where the comma is in numbers;
-    or between what a line such as `sep=|` above them says, as Excel reads it.
-    """
-    separator = SEPARATOR.match(text)
-    if separator:
-        return read_table(text[separator.end() :], name, delimiter=separator[1])
-    delimiter = max(DELIMITERS, key=lambda delimiter: _fit(text, delimiter))
-    return read_table(text, name, delimiter=delimiter)
+    """Yields a section for each row under the first one, which names the columns."""
+    return _read_table(text, tables.csv_rows)
 
 
-def _fit(text: str, delimiter: str) -> tuple[bool, int]:
-    """Returns True if the first rows have equally many columns, more than one; and how many the header has."""
+def read_tsv(text: str, name: str) -> Iterator[DocumentSection]:
+    """Yields a section for each row under the first one, which names the columns; tabs stand between cells."""
+    return _read_table(text, partial(tables.table_rows, strict=True, **tables.TSV))
+
+
+def _read_table(text: str, rows_of: Callable[[str], list[list[str]]]) -> Iterator[DocumentSection]:
+    """Yields a section for each row under the first one. Several columns may have one name, or none."""
     try:
-        widths = [len(row) for row in _rows(text, 20, delimiter=delimiter)]
-    except csv.Error:
-        return False, 0
-    if not widths:
-        return False, 0
-    header = widths[0]
-    is_table = set(widths) == {header} and header > 1
-    return is_table, header
-
-
-def read_table(text: str, name: str, **dialect: Any) -> Iterator[DocumentSection]:
-    """Yields a section for each row under the first one, which names the columns. Several may have one name, or
-    none."""
-    try:
-        rows = _rows(text, strict=True, **dialect)
+        rows = rows_of(text)
     except csv.Error as error:
         raise Unreadable("not a table", str(error)) from error
     for row in rows[1:]:
         columns = itertools.zip_longest(rows[0], row, fillvalue="")
         yield _of_columns(list(columns))
-
-
-def _rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
-    """Returns the first `count` rows, or all, without blank ones."""
-    # The limit is of the process; without another one, cells of more than 131,072 characters would be errors.
-    process_limit = csv.field_size_limit(len(text))
-    try:
-        rows = csv.reader(io.StringIO(text, newline=""), **dialect)
-        return [row for row in itertools.islice(rows, count) if row]
-    finally:
-        csv.field_size_limit(process_limit)
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -83,7 +83,7 @@ def test_the_mean_of_the_divergence_is_over_the_teachers_tokens(gradients, batch
     """Means of other metrics are over the other tokens: the entropy of two episodes is that of GRPO on these two."""
     some = taught(batch, [2, 3])
     told = gradients(some, "dgpo")[1]
-    both = [gradients(some.rows(rows), "dgpo")[1] for rows in ([0, 1], [2, 3])]
+    both = [gradients(some.select(rows), "dgpo")[1] for rows in ([0, 1], [2, 3])]
     assert told["entropy"] == pytest.approx(both[0]["entropy"], rel=1e-5)
     assert told["teacher/kl"] == pytest.approx(both[1]["teacher/kl"], rel=1e-5)
 
@@ -100,9 +100,9 @@ def test_rows_keep_what_is_said_of_them(batch, setup):
     assert [sorted(rows) for rows in learner.micro_batches(some)] == [[0, 3], [1, 2]]
     for alike in (batch, taught(batch, range(4))):
         assert [sorted(rows) for rows in learner.micro_batches(alike)] == [[0, 1, 2, 3]]
-    assert some.rows([0, 3]).teacher == [None, None]
-    assert some.rows([3, 2]).teacher == [None, some.teacher[2]]
-    assert [said.ids.shape for said in some.rows([2, 1]).teacher] == [(ACTIONS[i].count("a"), 5) for i in (2, 1)]
+    assert some.select([0, 3]).teacher == [None, None]
+    assert some.select([3, 2]).teacher == [None, some.teacher[2]]
+    assert [said.ids.shape for said in some.select([2, 1]).teacher] == [(ACTIONS[i].count("a"), 5) for i in (2, 1)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -148,7 +148,7 @@ def test_groups_are_told_apart_by_their_signals():
     batch = Batch.of([*wrong, rollout(1, 1.0, group=1), rollout(1, 0.0, group=1)])
     assert batch.signals.tolist() == [0.0, 0.0, 1.0, 0.0]
     assert algorithm("dr-grpo").statistics(batch) == {"frac_reward_zero_std": 0.5}
-    assert algorithm("dr-grpo").statistics(batch.rows([0, 1])) == {"frac_reward_zero_std": 1.0}
+    assert algorithm("dr-grpo").statistics(batch.select([0, 1])) == {"frac_reward_zero_std": 1.0}
 
 
 def test_reinforce_baseline_is_grpo_up_to_the_spread_where_all_groups_are_alike(sampled, gradients):

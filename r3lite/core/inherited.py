@@ -1,0 +1,121 @@
+"""What a user need not repeat: settings that are taken from the index that is searched and from the run of the adapter.
+
+Which settings these are stands at each of them (Trait.OF_INDEX, Trait.OF_RUN). What the user has set wins.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3lite.core.config import Trait, flag, flat, input_path, kinds_of, sections
+from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.files import load_toml, read_record
+from r3lite.core.inputs import exists
+
+CONFIG = "config.toml"  # the resolved settings, in the folder of a run
+ADAPTER = "adapter"  # in the folder of a run, or of a checkpoint in it
+MODEL = "model"  # the same, of a run that trains all weights
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+MANIFEST = "manifest.json"  # in the folder of an index
+VECTOR_RETRIEVERS = ("semantic", "hybrid")  # of --retriever: they search with the encoder of an index
+
+
+@dataclass(frozen=True)
+class InheritedSetting:
+    """A setting's value in a file of an index or a run, and the folder of that."""
+
+    value: Any
+    place: str
+
+
+def run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
+    """Returns the run folder that an adapter or model lies in, and the step of its checkpoint if it is in one."""
+    folder = Path(adapter).resolve()
+    if folder.name in (ADAPTER, MODEL):
+        folder = folder.parent
+    name = CHECKPOINT.fullmatch(folder.name)
+    if name is None:
+        return folder, None
+    return folder.parent, int(name[1])
+
+
+def settings_of(adapter: str | Path) -> dict[str, Any]:
+    """Returns the settings of the run that wrote an adapter or model, as in its `config.toml`; empty if not known."""
+    run, _ = run_and_step(adapter)
+    with contextlib.suppress(UsageError):
+        for table in load_toml(run / CONFIG).values():
+            if isinstance(table, dict):
+                return table
+    return {}
+
+
+def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, InheritedSetting]:
+    """Returns the settings, by name, that a command takes from its index and from the run of its adapter.
+
+    `explicit` are the names of those that the user has set, which are left out.
+    """
+    values = flat(config)
+    inherited = {}
+    of_index = _encoder_of_index(values)
+    place, of_run = _settings_of_runs(values)
+    for section in sections(config).values():
+        kinds = kinds_of(type(section))
+        # Prompts and numbers of another format than the one that the user wants are of no use.
+        is_other_format = "format" in kinds and "format" in explicit and of_run.get("format") != values["format"]
+        for name, kind in kinds.items():
+            if name in explicit:
+                continue
+            if Trait.OF_INDEX in kind.traits and name in of_index:
+                inherited[name] = of_index[name]
+            value = of_run.get(name)
+            if Trait.OF_RUN not in kind.traits or value is None or is_other_format:
+                continue
+            is_gone = input_path(kind) is not None and value != "none" and not exists(value)
+            if not is_gone:
+                inherited[name] = InheritedSetting(value, place)
+    return inherited
+
+
+def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
+    """Returns the encoder of the index that is searched or edited; nothing if there is none."""
+    place = values.get("index")
+    if values.get("add") or values.get("delete"):
+        place = values["output"]
+    if not place or values.get("retriever", VECTOR_RETRIEVERS[0]) not in VECTOR_RETRIEVERS:
+        return {}
+    with contextlib.suppress(R3LiteError):  # it is raised again when the index is opened
+        encoder = read_record(Path(place) / MANIFEST, "").text("encoder")
+        return {"encoder": InheritedSetting(encoder, place)}
+    return {}
+
+
+def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the adapter, or those of several, and the settings that their runs have in common."""
+    adapters = [values.get("adapter")]
+    for entry in values.get("adapters") or values.get("average") or ():
+        adapters.append(entry.rpartition("=")[2])
+    adapters = [adapter for adapter in adapters if adapter]
+    model = values.get("model")
+    if not adapters and model and Path(model).name == MODEL:
+        of_model = settings_of(model)
+        of_model.pop("model", None)  # that of the start
+        return model, of_model
+    runs = [settings_of(adapter) for adapter in adapters]
+    runs = [run for run in runs if run]
+    common = dict(runs[0]) if runs else {}
+    for run in runs[1:]:
+        common = {name: value for name, value in common.items() if run.get(name) == value}
+    return ", ".join(adapters), common
+
+
+def told(config: Any) -> Iterator[str]:
+    """Yields a line for each index or adapter whose settings a command has taken."""
+    values = flat(config)
+    by_place: dict[str, list[str]] = {}
+    for name, place in config.inherited.items():
+        by_place.setdefault(place, []).append(f"{flag(name)} {values[name]}")
+    for place, settings in by_place.items():
+        yield f"from {place}: {', '.join(settings)}"

@@ -1,0 +1,59 @@
+"""Which of the files and folders that the user has named are not there: a mistyped name is told before any work."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3lite.core.config import Origin, flag, flat, input_path, kinds_of, sections
+from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.files import shipped
+
+
+@dataclass(frozen=True)
+class MissingInput:
+    """Says which input is missing, and what to do if that is an error at once (InputPath.remedy)."""
+
+    cause: str
+    remedy: str
+
+
+def check_inputs(config: Any) -> None:
+    """Raises R3LiteError for a missing input that would else be found only after a model is loaded or planned."""
+    for missing in missing_inputs(config):
+        if missing.remedy:
+            raise R3LiteError(missing.cause, missing.remedy, code="input-absent")
+
+
+def missing_inputs(config: Any) -> Iterator[MissingInput]:
+    """Yields each input that the user has named, for this command alone, and that does not exist."""
+    values = flat(config)
+    for section in sections(config).values():
+        for name, kind in kinds_of(type(section)).items():
+            path_trait = input_path(kind)
+            origin = config.set_by_user.get(name, Origin.SHARED)
+            if path_trait is None or values[name] is None or origin is Origin.SHARED:
+                continue
+            entries = [values[name]] if kind.count == 1 else values[name]
+            for entry in entries:
+                path = entry.rpartition("=")[2] if path_trait.has_names else entry
+                if not (exists(path) or path_trait.named(path)):
+                    cause = f"{flag(name)} {path}: no such {path_trait.noun}{_beside(path)}"
+                    yield MissingInput(cause, path_trait.remedy)
+
+
+def exists(path: str) -> bool:
+    """Tells whether a path exists, from here or among what travels with r3lite, such as its prompts."""
+    return Path(path).exists() or shipped(path).exists()
+
+
+def _beside(path: str) -> str:
+    """Returns ` (did you mean X?)` with the name in the same folder that is most like the last part of a path."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return ""
+    names = {entry.name: str(folder / entry.name) for entry in folder.iterdir()}
+    guess = nearest(Path(path).name, names)
+    for name, sibling in names.items():
+        guess = guess.replace(f"mean {name}?", f"mean {sibling}?")
+    return guess

@@ -1,0 +1,60 @@
+"""Tables as text: CSV and TSV, as programs and spreadsheets write them. Knows no meaning of a column."""
+
+import csv
+import io
+import itertools
+import re
+from csv import QUOTE_NONE
+from typing import Any
+
+from r3lite.core.errors import explained
+
+DELIMITERS = ",;\t"
+SEPARATOR = re.compile(r'"?sep=([^\w"\r\n])"?(?:\r\n?|\n)', re.IGNORECASE)
+TSV = {"delimiter": "\t", "quoting": QUOTE_NONE}  # quotation marks have no meaning there
+TABLES = (".csv", ".tsv")
+
+
+def csv_rows(text: str) -> list[list[str]]:
+    """Returns the rows of a CSV text, without blank ones; raises csv.Error if it is none.
+
+    Cells stand between commas, or between semicolons or tabs, as spreadsheets write where the comma is in numbers;
+    or between what a line such as `sep=|` above them says, as Excel reads it.
+    """
+    separator = SEPARATOR.match(text)
+    if separator:
+        return table_rows(text[separator.end() :], strict=True, delimiter=separator[1])
+    delimiter = max(DELIMITERS, key=lambda delimiter: _fit(text, delimiter))
+    return table_rows(text, strict=True, delimiter=delimiter)
+
+
+def rows_of_file(text: str, suffix: str, name: str, remedy: str) -> list[list[str]]:
+    """Returns the rows of a file's text by the end of its name, one of TABLES; R3LiteError if it is no table."""
+    with explained(csv.Error, f"{name} is not a table", remedy, code="not-a-table"):
+        if suffix == ".tsv":
+            return table_rows(text, strict=True, **TSV)
+        return csv_rows(text)
+
+
+def _fit(text: str, delimiter: str) -> tuple[bool, int]:
+    """Returns True if the first rows have equally many columns, more than one; and how many the header has."""
+    try:
+        widths = [len(row) for row in table_rows(text, 20, delimiter=delimiter)]
+    except csv.Error:
+        return False, 0
+    if not widths:
+        return False, 0
+    header = widths[0]
+    is_table = set(widths) == {header} and header > 1
+    return is_table, header
+
+
+def table_rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
+    """Returns the first `count` rows, or all, without blank ones; `dialect` is as for csv.reader."""
+    # The limit is of the process; without another one, cells of more than 131,072 characters would be errors.
+    process_limit = csv.field_size_limit(len(text))
+    try:
+        rows = csv.reader(io.StringIO(text, newline=""), **dialect)
+        return [row for row in itertools.islice(rows, count) if row]
+    finally:
+        csv.field_size_limit(process_limit)

@@ -1,0 +1,126 @@
+"""Settings that need not be repeated: those of the index and of the adapter's run, and what the user sets instead."""
+
+import json
+
+import pytest
+
+from r3lite.ask import AskConfig
+from r3lite.core import command
+from r3lite.core.config import flat
+from r3lite.core.inherited import told
+from r3lite.core.invocation import resolve, to_toml
+from r3lite.evaluate import EvaluateConfig
+from r3lite.export import ExportConfig
+from r3lite.index import IndexConfig
+from r3lite.plan import PlanRlConfig
+from r3lite.serve import ServeConfig
+from r3lite.settings import PpoConfig, SftConfig
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """The folders of a run of SFT, of one of RL, and of an index."""
+    monkeypatch.chdir(tmp_path)
+    for name, usual in (("sft", SftConfig()), ("ppo", PpoConfig())):
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        config = resolve(name, usual, ["--preset", "tiny", "--queries-per-step", "2"])
+        (tmp_path / name / "config.toml").write_text(to_toml(config, name), encoding="utf-8")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps({"encoder": "hashing"}))
+    return tmp_path
+
+
+def read(name: str, usual: object, *argv: str) -> dict:
+    return flat(resolve(name, usual, list(argv)))
+
+
+def test_an_answer_needs_only_the_adapter_and_the_index(desk):
+    """Encoder, model, format and prompts had to be repeated at every command, though the files name them."""
+    config = resolve("ask", AskConfig(), ["who?", "--adapter", "ppo/adapter", "--index", "index"])
+    values = flat(config)
+    assert (values["model"], values["encoder"], values["top_k"]) == ("tiny", "hashing", 3)
+    assert (values["init_prompt"], values["queries_per_step"]) == ("prompts/tiny/init_prompt.txt", 2)
+    assert values["max_new_tokens"] == 256  # which is no matter of the adapter
+    assert config.inherited["encoder"] == "index" and config.inherited["model"] == "ppo/adapter"
+    assert not {"format", "system_prompt"} & config.inherited.keys()  # those of the run are the defaults
+    assert set(config.set_by_user) == {"question", "adapter", "index"}
+    of_run, of_index = told(config)
+    assert of_run.startswith("from ppo/adapter: --model tiny, --top-k 3, --init-prompt prompts/tiny")
+    assert of_index == "from index: --encoder hashing"
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "ppo/adapter"])
+def test_other_commands_take_them_too(desk, name):
+    for command_name, usual in (("ppo", PpoConfig()), ("sft", SftConfig()), ("plan", PlanRlConfig())):
+        assert read(command_name, usual, "--adapter", name)["model"] == "tiny"
+    assert read("export", ExportConfig(), "--adapter", name)["queries_per_step"] == 2
+    assert read("serve", ServeConfig(), "--adapters", f"sft=sft,rl={name}")["model"] == "tiny"
+
+
+def test_what_the_user_sets_wins_even_if_it_is_the_default(desk):
+    given = ["--adapter", "ppo", "--index", "index", "--top-k", "5", "--encoder", "intfloat/e5-base-v2"]
+    values = read("ask", AskConfig(), *given, "--model", "a/b", "--init-prompt", "none")
+    assert (values["top_k"], values["encoder"]) == (5, "intfloat/e5-base-v2")
+    assert (values["model"], values["init_prompt"]) == ("a/b", None)
+    assert values["step_prompt"] == "prompts/tiny/step_prompt.txt"
+    (desk / "my.toml").write_text("top_k = 5\n[ask]\nmodel = 'c/d'\n")
+    values = read("ask", AskConfig(), "--adapter", "ppo", "--config", "my.toml")
+    assert (values["top_k"], values["model"], values["queries_per_step"]) == (5, "c/d", 2)
+    # The file of a run names every setting.
+    assert read("evaluate", EvaluateConfig(), "--config", "ppo/config.toml", "--adapter", "sft")["top_k"] == 5
+
+
+def test_a_preset_is_not_as_sure_as_the_files(desk):
+    values = read("ask", AskConfig(), "--preset", "hotpotqa", "--adapter", "ppo", "--index", "index")
+    assert (values["model"], values["encoder"]) == ("tiny", "hashing")
+
+
+def test_prompts_of_another_format_or_that_are_gone_are_not_taken(desk):
+    values = read("ask", AskConfig(), "--adapter", "ppo", "--format", "tags")
+    assert (values["init_prompt"], values["queries_per_step"], values["model"]) == (None, 1, "tiny")
+    assert read("ask", AskConfig(), "--adapter", "ppo", "--format", "r3")["queries_per_step"] == 2
+    text = (desk / "ppo" / "config.toml").read_text()
+    (desk / "ppo" / "config.toml").write_text(text.replace("prompts/tiny/init", "gone/init"))
+    values = read("ask", AskConfig(), "--adapter", "ppo")
+    assert (values["init_prompt"], values["step_prompt"]) == (None, "prompts/tiny/step_prompt.txt")
+
+
+def test_of_several_adapters_what_they_have_in_common_is_taken(desk):
+    (desk / "ppo" / "config.toml").write_text('[ppo]\nmodel = "tiny"\nqueries_per_step = 3\n')
+    values = read("serve", ServeConfig(), "--adapters", "sft,rl=ppo,base")
+    assert (values["model"], values["queries_per_step"]) == ("tiny", 1)
+    values = read("export", ExportConfig(), "--average", "sft,ppo")
+    assert (values["model"], values["queries_per_step"]) == ("tiny", 1)
+
+
+def test_a_model_of_a_run_brings_its_format_but_stays(desk):
+    (desk / "sft" / "config.toml").write_text('[sft]\nmodel = "tiny"\nformat = "tags"\nno_lora = true\n')
+    values = read("ask", AskConfig(), "--model", "sft/model")
+    assert (values["model"], values["format"]) == ("sft/model", "tags")
+
+
+def test_an_index_that_is_edited_has_its_encoder(desk):
+    for edit in ("--add", "--delete"):
+        assert read("index", IndexConfig(), edit, "x", "--output", "index")["encoder"] == "hashing"
+    assert read("index", IndexConfig(), "--corpus", "x", "--output", "index")["encoder"] != "hashing"
+    assert read("ask", AskConfig(), "--index", "index", "--retriever", "lexical")["encoder"] != "hashing"
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"encoder": 3}'])
+def test_a_folder_that_is_no_index_or_no_run_gives_nothing(desk, content):
+    (desk / "index" / "manifest.json").unlink()
+    (desk / "ppo" / "config.toml").unlink()
+    if content is not None:
+        (desk / "index" / "manifest.json").write_text(content)
+        (desk / "ppo" / "config.toml").write_text(content)
+    config = resolve("ask", AskConfig(), ["--index", "index", "--adapter", "ppo"])
+    assert config.inherited == {}
+
+
+def test_the_summary_and_a_dry_run_say_where_a_setting_is_from(desk, capsys):
+    argv = ["who?", "--adapter", "ppo", "--index", "index"]
+    assert command.Command("ask", AskConfig(), work=lambda config: None)(argv) == 0
+    assert "from index: --encoder hashing\n" in capsys.readouterr().err
+    assert command.Command("ask", AskConfig(), work=lambda config: None)([*argv, "--dry-run"]) == 0
+    differing = capsys.readouterr().out.partition("\n\n")[0]
+    assert "encoder" in differing and "hashing  (from index)" in differing and "tiny  (from ppo)" in differing
