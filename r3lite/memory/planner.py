@@ -17,7 +17,7 @@ from r3lite.models import logprobs, nf4
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
-from r3lite.settings.rollout import MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
@@ -407,9 +407,12 @@ def _sample(w: Workload, memory: Memory) -> Parts:
         "prefill": _forward(w, memory, together) + masks,
     }
     logits = w.model.vocab_size * w.element
-    sampling = rows * (logits + w.model.vocab_size * (FP32 + FP32))  # logits; scaled ones and probabilities
-    if w.draft_tokens and not graphs:  # the rows that go on are copied from the logits of all places
-        sampling += (rows + min(rows * w.draft_tokens, MOST_DRAFTED)) * logits
+    row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
+    sampling = rows * row_sampling
+    if w.draft_tokens and not graphs:  # of the rows that go on, logits are copied from those of all places
+        drafting_rows = min(rows, DRAFTING_ROWS)
+        places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
+        sampling = max(sampling, drafting_rows * row_sampling + places * logits)
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
         "sampling": sampling,

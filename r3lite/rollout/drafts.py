@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from r3lite.models.causal_lm import CausalLM
 from r3lite.rollout.sequence import Sequence
-from r3lite.settings.rollout import MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
 
 LONGEST_MATCH = 8  # a longer match counts as one of this length
 # A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
@@ -37,7 +37,6 @@ PASS_COST = 0.1  # what a verification takes beside its places
 MARGIN = 1.25  # a place is drafted if it pays so many times
 # What is expected of a match before drafts were made: the share that is accepted, by the length of the match.
 EXPECTED = (0.0, 0.0, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.8)
-LARGEST_SHARE = 0.95  # if a place costs more than that, drafts are not even looked for
 EXPECTED_WEIGHT = 8.0  # it counts as much as so many drafted tokens
 FADING = 0.99  # what was counted fades at each match of the same length, as what a model writes changes
 
@@ -134,7 +133,7 @@ class Drafter:
         price = MARGIN * self.place_cost * per_pass  # the tokens that a place must bring to pay
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
-        if price >= LARGEST_SHARE:
+        if len(rows) > DRAFTING_ROWS:
             return drafts
         self._read(rows)
         free_places = MOST_DRAFTED

@@ -10,6 +10,7 @@ from r3lite.settings.conditions import has_documents, has_queries
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
 LEAST_TEMPERATURE = 1e-5
+DRAFTING_ROWS = 16  # more rows are sampled without drafts: a pass over them has enough to compute
 MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
 
 

@@ -329,9 +329,10 @@ def test_a_place_is_drafted_if_it_pays():
     assert worthwhile(0.5, 0.2, 1) == (1, 0.5)
     assert worthwhile(0.2, 0.5, 7) == (0, 0.0)
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    rows = [sequence_of(tokens) for _ in range(64)]
-    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows, [9] * 64))
-    assert sum(map(len, free(7).propose(rows, [9] * 64))) == 32  # MOST_DRAFTED
+    rows = [sequence_of(tokens) for _ in range(17)]
+    assert sum(map(len, free(7).propose(rows[:16], [9] * 16))) == 32  # MOST_DRAFTED
+    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows[:16], [9] * 16))
+    assert not any(free(7).propose(rows, [9] * 17))  # DRAFTING_ROWS
 
 
 def test_drafts_stop_where_they_are_refused():
