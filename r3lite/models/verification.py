@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import ALIGNMENT
+from r3lite.models.attention import ALIGNMENT, masked_keys
 from r3lite.models.kv_cache import KVCache
 
 
@@ -53,13 +53,15 @@ class Verification:
             columns = torch.arange(self.longest)
             is_token = columns < torch.tensor(counts)[:, None]
             self.unpadded = is_token.to(cache.device, non_blocking=True)
-        self.masks: dict[int, Tensor] = {}  # by the number of query heads of a key head
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
 
     def attend(
         self,
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]. Writes kv to the cache."""
         B = self.row_count
@@ -75,22 +77,26 @@ class Verification:
             q = q[0][:, self.padded]  # [H, B, T, D]
         # The queries that share a key head are laid end to end, as in `Decode`.
         q = q.transpose(0, 1).reshape(B, K, -1, D)  # [B, K, H / K T, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(H // K))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(H // K, window), scale=scale)
         out = out.view(B, H, T, D).transpose(1, 2)  # [B, T, H, D]
         if self.unpadded is not None:
             out = out[self.unpadded]  # [N, H, D]
         return out.reshape(1, -1, H * D)
 
-    def _mask(self, query_heads: int) -> Tensor:
-        """Returns the mask [B, 1, query heads T, S] of the queries of a key head, which has so many query heads."""
-        if query_heads not in self.masks:
+    def _mask(self, query_heads: int, window: int | None) -> Tensor:
+        """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""
+        if window is not None and window >= self.used:
+            window = None
+        if (query_heads, window) not in self.masks:
             cache = self.cache
-            positions = (
-                self.positions[0].view(self.row_count, -1) if self.padded is None else self.positions[0][self.padded]
-            )
+            positions = self.positions[0]  # [N]
+            if self.padded is None:
+                positions = positions.view(self.row_count, -1)  # [B, T]
+            else:
+                positions = positions[self.padded]
             aligned = self.used + -self.used % ALIGNMENT
-            is_later = cache.counting[:aligned] > positions[:, None, :, None]  # [B, 1, T, S]
-            mask = torch.where(is_later, cache.masked_score, cache.visible_score)
+            is_masked = masked_keys(positions[:, None], cache.counting[:aligned], window)  # [B, 1, T, S]
+            mask = torch.where(is_masked, cache.masked_score, cache.visible_score)
             mask = mask.repeat(1, 1, query_heads, 1)
-            self.masks[query_heads] = mask[..., : self.used]
-        return self.masks[query_heads]
+            self.masks[query_heads, window] = mask[..., : self.used]
+        return self.masks[query_heads, window]

@@ -9,6 +9,7 @@ import torch
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import lora
+from r3lite.models.causal_lm import LayerKind, Rope
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.verification import Verification
 from r3lite.protocols.layout import Layout
@@ -263,10 +264,13 @@ def test_a_draft_without_numbers_is_taken_back(scripted, model, counted):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("counts", [(3,), (4, 4), (1, 4, 2), (2, 1, 1)], ids=str)
-def test_a_pass_over_drafts_equals_one_token_after_the_other(small_model, counts):
+def test_a_pass_over_drafts_equals_one_token_after_the_other(small_model, counts, window):
     """Hidden states and the cache, for rows of different lengths and drafts of different lengths."""
-    model = small_model()
+    rope = Rope(10_000.0)
+    kinds = (LayerKind(rope, window=window), LayerKind(rope), LayerKind(rope, window=window))
+    model = small_model(layer_kinds=kinds)
     generator = torch.Generator().manual_seed(0)
     caches = [KVCache.of(model, 3), KVCache.of(model, 3)]
     starts = [5, 17, 2]
