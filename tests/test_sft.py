@@ -25,6 +25,7 @@ from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 from r3lite.training.earlier_run import QUESTIONS, demonstrated, question_hash
+from tests.errors import shows
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -272,7 +273,7 @@ def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
     assert "19 rows, 1 more held out; 5 steps of 4 rows" in capsys.readouterr().out
     assert sft.main(["--dry-run", "--data", "some/name,subset,train"]) == 0  # without a download
     assert sft.main(["--model", "x"]) == 2
-    assert "--data is missing" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "data-missing")
     assert sft.main([*toy, "--data", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "run")]) == 1
     assert "none.jsonl" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text('{"question": "Where?"}\n')
@@ -296,4 +297,4 @@ def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", map(trajectory, reversed(range(20))))
     assert len(read_rows(tmp_path / "rows.jsonl", build_protocol(ProtocolSettings()))) == 20
     assert sft.main([*arguments, "--resume", "auto"]) == 1
-    assert "the data have changed" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "data-changed")
