@@ -12,6 +12,7 @@ from r3lite.memory.known_models import INSTRUCT
 
 CARD = "RTX 3050 Laptop"
 SFT, GRPO = ["--max-length", "1024"], ["--algorithm", "grpo", "--adapter", "runs/sft"]
+LEFT_OUT = ("R1-Distill", "TinyLlama")  # of the size of another model in the table, or old
 PAGE = """\
 # Models
 
@@ -22,45 +23,47 @@ PAGE = """\
 | `qwen2` | Qwen2, Qwen2.5, R1 distills of them |
 | `qwen3` | Qwen3 (dense) |
 | `llama` | Llama 1 to 3.3, SmolLM2, TinyLlama, R1 distills of Llama |
-| `mistral` | Mistral without a sliding window |
-
-Anything else in a `config.json` is an error that names it.
+| `mistral` | Mistral |
+| `granite`, `granitemoehybrid` | Granite 3; Granite 4 without experts and Mamba layers |
+| `smollm3` | SmolLM3 |
+| `gemma3_text`, `gemma3` | Gemma 3, its text part |
 
 **Verified:** with random weights of two sizes, the logits of each family equal those of transformers within 1e-4 in
-fp32 (`pytest tests/models/test_families.py`). The only real weights tested are Qwen2.5-Coder-0.5B-Instruct and
-SmolLM2-135M-Instruct: on two CPU cores in bf16, SFT with 1,024 tokens took 2,094 MiB (2,096 planned) and 877 MiB (878
-planned), at 237 and 523 tokens/s.
+fp32 (`pytest tests/models/test_families.py`). The only real weights tested are
+Qwen2.5-Coder-0.5B-Instruct, SmolLM2-135M-Instruct and Gemma 3 270M.
+
+Mistral without `sliding_window` in `config.json` has a window of 4,096; only `null` means none. Granite 4 has gate and
+up projections in one matrix, with one adapter.
 
 ## What fits into 4 GB
 
-Planned peak in MiB on a GPU with 4 GB, for SFT with rows of 1,024 tokens and GRPO with 64 episodes of 4,096. In
-parentheses: layers that are recomputed in the backward pass. The mark * means with `--stream-layers`, "offload" that
-layer inputs are kept in host memory. `python -m bench.models` prints this page.
+Planned peak in MiB on a GPU with 4 GB: SFT with rows of 1,024 tokens, GRPO with 64 episodes of 4,096. In parentheses:
+layers recomputed in the backward pass. * means with `--stream-layers`, "offload": layer inputs are in host memory.
 
 {table}
 
 ## Chat templates
 
 r3lite uses the chat template in the model folder. If it cannot build the same tokens as the template, it stops and
-shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma
-are tested against transformers. If a template has no system role, the system message is put before the first user
-message. Templates that insert today's date get a fixed one, which exports keep. Where transformers 5 does not follow
-`tokenizer.json` (for `qwen2` it has a splitting rule of its own), r3lite warns and follows the file. A template runs in
-a process of its own, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS time is the only limit).
+shows both texts. Templates of these families, R1 and Phi-3 are tested against transformers. If a template has no system
+role, the system message is put before the first user message. Templates that insert today's date get a fixed one, which
+exports keep. Where transformers 5 does not follow `tokenizer.json` (for `qwen2` it has a splitting rule of its own),
+r3lite warns and follows the file. A template runs in a process of its own, with at most 20 seconds and 1 GiB for a chat
+(on Windows and macOS time is the only limit).
 
 **Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
-demonstrations without thoughts teaches them to leave the thought empty. Thoughts count towards `--max-new-tokens` and
-are not part of a step. Where the template removes the thoughts of earlier replies, SFT trains each of these replies in
-a row of its own, and `serve` removes them. The steps of an episode keep theirs, because an episode is one growing
-sequence, in training and in all commands; a program that renders a whole episode with the template removes them.
+demonstrations without thoughts teaches them to leave the thought empty. Where the template removes the thoughts of
+earlier replies, SFT trains each of these replies in a row of its own, and `serve` removes them. The steps of an episode
+keep theirs, because an episode is one growing sequence, in training and in all commands; a program that renders a whole
+episode with the template removes them.
 
 ## Quantized files
 
 - `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3 and llama files with
   byte-level BPE. The tokenizer and the config are cached in `~/.cache/r3lite`. An adapter works only with the file that
   it was trained on, not with the unquantized model.
-- NF4 folders of bitsandbytes (`*-bnb-4bit`), also those with some dense layers. They take more memory than r3lite's own
-  NF4: 16 MiB more for 0.5B, 59 for 1.5B, 124 for 3B.
+- NF4 folders of bitsandbytes (`*-bnb-4bit`), also those with some dense layers. They take 16 MiB
+  more than r3lite's own NF4 for 0.5B, 124 for 3B.
 """
 
 
@@ -83,6 +86,7 @@ def page() -> str:
     rows = [
         {"model": model.partition("/")[2]} | {name: cell(model, *run) for name, run in runs.items()}
         for model in INSTRUCT
+        if not any(name in model for name in LEFT_OUT)
     ]
     return PAGE.format(table=records.table(rows))
 

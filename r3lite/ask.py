@@ -18,16 +18,17 @@ def ask(config: AskConfig) -> None:
     if question is not None and not question.strip():
         raise UsageError("the question is empty", code="question-empty")
 
-    from r3lite.assembly.answering import build_engine, open_retriever
-    from r3lite.assembly.asking import AskSession
-    from r3lite.training.earlier_run import result_of_run
+    from r3lite.assembly.answering import answers_in_steps, build_engine, open_retriever, plain_baseline
+    from r3lite.assembly.asking import AskSession, say_plain
 
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
-    if result_of_run(config.model.model, config.model.adapter) is None:
-        print("warning: without --adapter, the model is not trained on the step format", file=sys.stderr)
+    baseline = "none"
+    if not answers_in_steps(config):
+        baseline = plain_baseline(config)
+        say_plain(baseline)
     session = AskSession(
-        engine=build_engine(config, 1),
+        engine=build_engine(config, 1, baseline),
         retrieve=retrieve,
         finder=finder,
         seed=config.common.seed,

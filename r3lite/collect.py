@@ -1,21 +1,27 @@
 """Writes trajectories for SFT: from gold decompositions, or sampled from a teacher or the model itself.
 
-Both are given the student's prompts and the documents retrieved for their own queries, never the answer.
+Teacher and model are given the student's prompts and the documents retrieved for their own queries, never the answer.
 """
 
+import shlex
 import time
 from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import sole_writer
-from r3lite.datasets.collected import check_output, read_earlier
+from r3lite.core.invocation import flags_by_user
+from r3lite.datasets.collected import Tally, check_output, questions_of, read_earlier
 from r3lite.settings import CollectConfig
 from r3lite.settings.rollout import is_greedy
 
 
 def run(config: CollectConfig) -> None:
     """Writes trajectories, or with --teacher-logprobs a teacher's distributions along them."""
+    if config.collect.source != "documents" and not config.data.data:
+        raise UsageError(
+            "--data is missing: pass a question file in any supported format, or name,subset,split", code="data-missing"
+        )
     if config.cache.teacher_logprobs is None:
         write_trajectories(config)
         return
@@ -45,6 +51,12 @@ def plan(config: CollectConfig) -> str:
 def check(config: CollectConfig) -> None:
     """Raises UsageError for settings of trajectories that contradict each other."""
     collect = config.collect
+    if collect.source == "documents" and not (config.retrieval.index or config.retrieval.corpus):
+        raise UsageError(
+            "--index is missing: --source documents makes questions from an index folder, or from --corpus FILE; "
+            "python -m r3lite.index --documents FOLDER --output my-index makes one of your documents",
+            code="documents-missing",
+        )
     if collect.source == "teacher" and config.judge.judge == "local":
         raise UsageError(
             "--judge local cannot be a teacher: pass gemini, or openai with --judge-base-url", code="local-teacher"
@@ -70,7 +82,62 @@ def write_trajectories(config: CollectConfig) -> None:
         tally = collecting.collect(config, output, earlier)
     print(f"{tally.table()}\nwritten to {output}")
     if not (tally.accepted or tally.accepted_earlier):
-        raise R3LiteError("no trajectory was kept", "The table above shows why.", code="nothing-collected")
+        raise nothing_collected(config, tally, output)
+
+
+def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3LiteError:
+    """Returns the error of a run that kept nothing: the most frequent reasons, and what leads on."""
+    reasons = [f"{reason} ({count})" for reason, count in tally.rejected.most_common(3)]
+    cause = "no trajectory was kept"
+    if reasons:
+        cause = f"{cause}: {', '.join(reasons)}"
+    return R3LiteError(cause, remedy_of(config, tally, output), code="nothing-collected")
+
+
+def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
+    """Returns what to do after a run that kept nothing, with whole commands where there are such."""
+    from r3lite.training.earlier_run import result_of_run
+
+    shared = flags_by_user(config, ("preset", "model", "format", "retriever", "corpus", "index", "encoder", "top_k"))
+    source = config.collect.source
+    if source == "teacher":
+        return "The table above counts all reasons."
+    if source == "documents":
+        return f"Raise --top-k, so that the sentences are found. The questions are in {questions_of(output)}."
+    if source == "gold" and tally.rejected["no decomposition"]:
+        advice = "--source gold needs questions with reasoning steps or supporting facts. Without any:"
+        return f"{advice}\n{lines_of(*first_demonstrations(config, shared))}"
+    if source == "gold":
+        command = ["retrieve", *shared, "--data", config.data.data]
+        return f"See what the retriever finds, and raise --top-k:\n{lines_of(command)}"
+    trained = result_of_run(config.model.model, config.model.adapter)
+    if trained is None:
+        advice = "Pass --adapter RUN: only a model that was trained on the step format follows it. To train one:"
+        return f"{advice}\n{lines_of(*first_demonstrations(config, shared))}"
+    command = ["evaluate", *shared, "--adapter", trained, "--data", config.data.data, "--output", "runs/scores"]
+    return f"Train the adapter for longer, or see what it answers:\n{lines_of(command)}"
+
+
+def first_demonstrations(config: CollectConfig, shared: list[str]) -> list[list[str]]:
+    """Returns the commands that make demonstrations and train on them, without a key.
+
+    They are made from the user's passages, if there are any, else from the reasoning steps of the questions, if
+    --source gold was not tried, else from those of a public data set.
+    """
+    output = ["--output", "demonstrations.jsonl"]
+    if config.retrieval.index or config.retrieval.corpus:
+        collect = ["collect", *shared, "--source", "documents", *output]
+    elif config.collect.source == "self":
+        collect = ["collect", *shared, "--source", "gold", "--data", config.data.data, *output]
+    else:
+        collect = ["collect", *shared, "--source", "gold", "--data", "hotpotqa", "--limit", "2000", *output]
+    model = flags_by_user(config, ("preset", "model", "format"))
+    return [collect, ["sft", *model, "--data", "demonstrations.jsonl", "--output", "runs/sft"]]
+
+
+def lines_of(*commands: list[str]) -> str:
+    """Returns commands of r3lite as indented lines that can be copied."""
+    return "\n".join(f"    python -m r3lite.{shlex.join(words)}" for words in commands)
 
 
 main = command.Command("collect", CollectConfig(), work=run, plan=plan).entry(__name__)

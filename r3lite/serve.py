@@ -8,6 +8,13 @@ from r3lite.core.errors import extra
 from r3lite.core.listening import listen, token_of, url_of
 from r3lite.settings import ServeConfig
 
+# What to do about a note on a mode.
+ADVICE = {
+    "chat": "to chat, add base to --adapters and pass --chat-adapter base",
+    "reasoning": "to search there, too, pass --retrieving-modes reasoning,search",
+    "search": "for steps, pass --adapter RUN, or --steps on",
+}
+
 
 def check_extra() -> None:
     """Raises R3LiteError if the packages of the extra are not installed."""
@@ -43,8 +50,8 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
     answering.warm_up()
     modes = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
     print(f"serving {modes}\n{url_of(listening)}  (Ctrl-C stops)", flush=True)
-    for note in answering.notes.values():
-        print(f"{note}; to chat, add base to --adapters and pass --chat-adapter base", flush=True)
+    for mode, note in answering.notes.items():
+        print(f"{note}; {ADVICE[mode]}", flush=True)
     desk = Desk(AnsweringThread(answering), config.limits, config.modes, time.monotonic)
     settings = uvicorn.Config(
         app.build_app(desk, config.server, config.limits, token),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from filelock import FileLock
 
 from r3lite import collect, index, sft
 from r3lite.core.files import shipped
@@ -22,16 +24,31 @@ SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-ra
 
 @pytest.fixture(scope="session")
 def cold(tmp_path_factory):
-    """Index and a short cold start of the tiny model: knows the format more or less, and answers some questions."""
+    """Index and a short cold start of the tiny model: knows the format more or less, and answers some questions.
+
+    Several workers of a test run share one training, and each has a copy to write into.
+    """
     folder = tmp_path_factory.mktemp("cold")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _train(folder)
+        return folder
+    trained = tmp_path_factory.getbasetemp().parent / "cold"
+    with FileLock(f"{trained}.lock"):
+        if not (trained / ".complete").exists():
+            _train(trained)
+            (trained / ".complete").touch()
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    return folder
+
+
+def _train(folder: Path) -> None:
     tiny = ["--preset", "tiny"]
     assert index.main([*tiny, "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(folder / "index")]) == 0
     search = ["--index", str(folder / "index")]
     rows = str(folder / "rows.jsonl")
     assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "160", *search, "--output", rows]) == 0
-    steps = ["--max-steps", "24", "--validation-fraction", "0"]
+    steps = ["--max-steps", "48", "--batch-size", "4", "--validation-fraction", "0"]
     assert sft.main([*tiny, "--data", rows, *steps, "--output", str(folder / "sft")]) == 0
-    return folder
 
 
 def arguments(cold: Path, output: Path, *more: str) -> list[str]:

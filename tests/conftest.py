@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders, a compiler."""
+"""What tests of several folders share: the shared folder, a 0.5B-shaped model, small model folders, a compiler."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating"]
+pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating", "tests.half_products"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -100,6 +100,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(json.dumps(json.loads(backend.to_str())), template, "<|endoftext|>")
 
 
+NOT_IN_FILES = ("layer_kinds", "norm", "activation", "layer")  # what config_file makes of a config.json
+
+
 @pytest.fixture(scope="session")
 def small_model():
     """Makes a model of 3 layers with every kind of weight random: biases and norms too, unlike a fresh model's."""
@@ -122,7 +125,8 @@ def write_folder():
 
     def write(model: CausalLM, folder: Path, **changes) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        config = dict(vars(model.config), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
+        sizes = {key: value for key, value in vars(model.config).items() if key not in NOT_IN_FILES}
+        config = dict(sizes, model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
         config |= {"torch_dtype": "float32"} | changes
         text = json.dumps({key: value for key, value in config.items() if value is not None})
         (folder / "config.json").write_text(text, encoding="utf-8")

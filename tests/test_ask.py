@@ -12,7 +12,7 @@ import torch
 
 from r3lite import ask, quickstart
 from r3lite.assembly import asking, stages
-from r3lite.assembly.answering import open_retriever
+from r3lite.assembly.answering import answers_in_steps, open_retriever
 from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
@@ -29,6 +29,7 @@ SCRIPT = {
     "Where does Ada live?": [QUERY, ANSWER],
     "Who is Bob?": ["Step 1:\nThe problem analysis: I know.\nThe final answer: a friend"],
     "What is this?": ["I do not know."],
+    "Is Ada old?": ["Oslo\nIt is a town.", "Oslo\nIt is a town."],  # the second if a search is its first step
 }
 
 
@@ -53,7 +54,7 @@ def arguments(tmp_path, monkeypatch):
         return torch.tensor(tokens), torch.zeros(len(rows))
 
     monkeypatch.setattr(Engine, "_sample", sample)
-    return ["--preset", "tiny", "--corpus", str(tmp_path / "corpus.jsonl"), "--dtype", "fp32"]
+    return ["--preset", "tiny", "--corpus", str(tmp_path / "corpus.jsonl"), "--dtype", "fp32", "--steps", "on"]
 
 
 def told(capsys, argv, status=0):
@@ -70,7 +71,46 @@ def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
     assert lines[6] == "" and lines[7:10] == ANSWER.splitlines()
     assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
     assert all(len(line) <= 80 for line in lines)
-    assert "without --adapter, the model is not trained on the step format" in shown.err
+    assert "step format" not in shown.err
+
+
+def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, tmp_path, capsys, monkeypatch):
+    """Asked with the prompt of steps, it copied names from the prompt's worked example."""
+    prompts, opened = [], Layout.splice
+
+    def splice(layout, transcript, documents):
+        opened(layout, transcript, documents)
+        prompts.append(layout.tokenizer.decode(transcript.tokens))
+
+    monkeypatch.setattr(Layout, "splice", splice)
+    row = {"name": "N", "description": "d", "trigger": "old", "steps": [{"action": "Think"}]}
+    (tmp_path / "p.json").write_text(json.dumps(row))
+    auto = [*arguments[:-2], "--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers"]
+    shown = told(capsys, ["Is Ada old?", *auto])
+    assert "this is plain RAG" in shown.err and "Pass --adapter RUN" in shown.err
+    lines = shown.out.splitlines()
+    assert lines[:3] == ["Procedure: N. d", "1. Think", ""]
+    assert sum(line.startswith(("  [d-Ada] Ada: ", "  [d-Bob] Bob: ")) for line in lines) == 2
+    assert lines[-2:] == ["answer: Oslo", ""]
+    (prompt,) = prompts
+    assert "Use the documents." in prompt and "Step 1" not in prompt
+    assert prompt.index("Procedure: N. d") < prompt.index("[1] ") < prompt.index("Question: Is Ada old?")
+    without = [word for word in arguments[:-2] if word not in ("--corpus", arguments[3])]
+    shown = told(capsys, ["Is Ada old?", *without, "--retriever", "none"])
+    assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n\n")
+
+
+def test_a_model_is_known_to_have_learned_the_steps_by_its_run_or_its_export(tmp_path):
+    def in_steps(*argv):
+        return answers_in_steps(resolve("ask", ask.AskConfig(), ["--preset", "tiny", *argv]))
+
+    assert in_steps("--adapter", "runs/sft") and not in_steps("--adapter", "runs/sft", "--steps", "off")
+    assert not in_steps() and in_steps("--steps", "on")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    (tmp_path / "README.md").write_text("# tiny, exported by r3lite\n")
+    assert not in_steps("--model", str(tmp_path))
+    (tmp_path / "README.md").write_text("# tiny, trained with r3lite\n")
+    assert in_steps("--model", str(tmp_path)) and in_steps("--model", str(tmp_path / "model.gguf"))
 
 
 def test_the_procedure_that_fits_is_shown_and_given_to_the_model(arguments, tmp_path, capsys, monkeypatch):
@@ -221,7 +261,7 @@ def test_a_passage_takes_two_lines(text):
 
 def test_the_command_that_quickstart_names_is_understood(tmp_path, capsys):
     stages.print_what_next(tmp_path / "my runs", quickstart.QuickstartConfig())
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "r3lite.ask" in line)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "r3lite.ask" in line)
     python, m, module, *argv = shlex.split(line)
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
     config = resolve("ask", ask.AskConfig(), argv)

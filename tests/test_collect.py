@@ -152,7 +152,12 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
     data = write(tmp_path / "data.jsonl", [{"question": "Q?", "answer": "a"}])
     assert run(data, tmp_path / "out.jsonl", "--retriever", "none") == 1
     printed = capsys.readouterr()
-    assert "no decomposition" in printed.out and "no trajectory was kept" in printed.err
+    assert "no decomposition" in printed.out and "no trajectory was kept: no decomposition (1)" in printed.err
+    advice = "python -m r3lite.collect --retriever none --source gold --data hotpotqa"
+    assert advice in " ".join(printed.err.replace(" --encoder hashing", "").split())
+    data = write(tmp_path / "missed.json", [row(1)])
+    assert run(data, tmp_path / "missed.jsonl", "--retriever", "none") == 1
+    assert f"python -m r3lite.retrieve --retriever none --encoder hashing --data {data}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -290,7 +295,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, caps
     output = tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "the disk is full")))
     status = run(write(tmp_path / "data.jsonl", [row(1)]), output)
-    assert_refused(capsys, {}, status, f"the disk is full: '{output}'\n  Check the disk space")
+    assert_refused(capsys, {}, status, f"{output}: the disk is full\n  Check the disk space")
     assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from r3lite import collect
 from r3lite.assembly import collecting
 from r3lite.core.episode import Failure
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.datasets import self_taught
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.rollout.engine import Engine
+from r3lite.settings import CollectConfig, SftConfig
 from tests.cold_start import WORLD
 from tests.collecting import lines, read_rows
 from tests.errors import shows
@@ -101,6 +104,39 @@ def test_right_episodes_are_kept_and_all_others_counted(tmp_path, teach, capsys)
     told = re.findall(r"yield at \d hops? +(\d+) of 3 questions \(.*\), (\d+) trajectories", table)
     assert [int(some) for some, _ in told] == [sum(map(bool, of_question[i::2])) for i in (0, 1)]
     assert [int(kept) for _, kept in told] == [sum(of_question[i::2]) for i in (0, 1)]
+
+
+def test_a_model_that_does_not_know_the_format_is_told_what_to_do_next(tmp_path, teach, monkeypatch, capsys):
+    """The error said `the table above shows why`, and no more."""
+
+    def sample(engine, logits, sequences):
+        tokens = []
+        for sequence in sequences:
+            turn = answer(1, "Ljungby")
+            if sequence.question.id == "Bob":
+                turn = "Who knows?"
+            tokenizer = engine.layout.tokenizer
+            tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
+        return torch.tensor(tokens), torch.zeros(len(sequences))
+
+    monkeypatch.setattr(Engine, "_sample", sample)
+    example = ["--init-prompt", "prompts/init_prompt.txt", "--worked-example", "--limit", "3"]
+    assert teach(tmp_path / "own.jsonl", *example) == 1
+    error = capsys.readouterr().err
+    copied = "answer copied from the prompt's worked example (8)"
+    assert f"no trajectory was kept: {copied}, malformed step (no_step_heading) (4)" in error
+    assert "Pass --adapter RUN" in error
+    gold, training = [shlex.split(line) for line in error.splitlines() if "python -m" in line]
+    assert gold[2] == "r3lite.collect" and training[2] == "r3lite.sft"
+    settings = resolve("collect", CollectConfig(), gold[3:])
+    assert (settings.collect.source, settings.data.data) == ("gold", str(tmp_path / "six.jsonl"))
+    assert resolve("sft", SftConfig(), training[3:]).data.data == settings.common.output
+    write_jsonl(tmp_path / "corpus.jsonl", [{"id": "1", "title": "Ada", "text": "Ada is old."}])
+    corpus = ["--corpus", str(tmp_path / "corpus.jsonl"), "--encoder", "hashing"]
+    assert teach(tmp_path / "other.jsonl", *example, *corpus) == 1
+    error = capsys.readouterr().err
+    assert f"--corpus {tmp_path / 'corpus.jsonl'} --encoder hashing" in error
+    assert "--source documents --output demonstrations.jsonl" in error
 
 
 def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_path, teach, monkeypatch, capsys):

@@ -304,4 +304,4 @@ def test_a_full_disk_ends_the_run_with_status_1(tmp_path, teach, monkeypatch, ca
     monkeypatch.setattr(os, "fsync", full)
     assert teach(data) == 1
     told = capsys.readouterr().err
-    assert f"No space left on device: '{teach.output}'" in told and "Traceback" not in told
+    assert f"{teach.output}: No space left on device\n" in told and "Traceback" not in told

@@ -64,6 +64,32 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert scores["by_type"] == {} and scores["corpus_bleu"] == 0.0  # no answer has three words
 
 
+def test_an_answer_out_of_the_worked_example_is_a_fault_and_is_reported(toy, says, tmp_path, capsys):
+    """Base models answered with the town of the prompt's example, and nothing said so."""
+    says(
+        {
+            "Ada": [ask(1, "Where is Ljungby?"), answer(2, "The river Lagan.")],
+            "Bob": [answer(1, "Marta Lindqvist")],
+            "Cy": [answer(1, "Cytown")],
+        }
+    )
+    assert evaluate.main([*toy]) == 0
+    scores, predictions = written(tmp_path)
+    assert scores["faults"] == {"copied_example": 2} and scores["format_adherence"]["value"] == 2 / 4
+    assert [p["finish"] for p in predictions] == ["answered"] * 3
+    assert "2 of 3 answers repeat the prompt's worked example" in capsys.readouterr().out
+    toy[toy.index("--output") + 1] = str(tmp_path / "out" / "again")
+    assert evaluate.main([*toy, "--no-worked-example"]) == 0
+    assert "repeat the prompt" not in capsys.readouterr().out
+    # What was retrieved, or is asked, may be answered.
+    toy[toy.index("--output") + 1] = str(tmp_path / "out" / "third")
+    corpus = [{"id": "1", "title": "Ljungby", "text": "The river Lagan flows through it, says Marta Lindqvist."}]
+    write_jsonl(tmp_path / "corpus.jsonl", corpus)
+    says({name: [ask(1, "river"), answer(2, "Lagan")] for name in ("Ada", "Bob", "Cy")})
+    assert evaluate.main([*toy, "--corpus", str(tmp_path / "corpus.jsonl")]) == 0
+    assert "repeat the prompt" not in capsys.readouterr().out
+
+
 def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, capsys, monkeypatch):
     seen, opened = {}, Layout.open
 
@@ -277,7 +303,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(toy, tmp_path, monkeypatch,
     monkeypatch.setattr(os, "replace", failing)
     assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 1
     told = capsys.readouterr().err
-    assert f"No space left on device: '{tmp_path / 'out' / full}'" in told and "Check the disk space" in told
+    assert f"{tmp_path / 'out' / full}: No space left on device\n" in told and "Check the disk space" in told
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")

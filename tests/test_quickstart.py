@@ -2,14 +2,20 @@
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from r3lite import quickstart
-from r3lite.assembly.stages import HURRIED, Stage, report, teacher_scores
+from r3lite.assembly.stages import HURRIED, Stage, introduction, print_what_next, report, run_stage, teacher_scores
 from r3lite.core.files import write_json, write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.settings import QuickstartSettings
+from tests.commands import CONFIGS
 from tests.errors import shows
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", ["used", "used/file"])
@@ -49,3 +55,65 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
     assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
     # One resample of four draws the second question twice, in which nothing was gained: twice that is p.
     assert written["em_gain"] == {"value": 0.5, "low": 0.0, "high": 1.0, "p": pytest.approx(0.5, abs=0.03)}
+
+
+def test_the_first_lines_say_what_happens_and_for_how_long(tmp_path):
+    config = quickstart.QuickstartConfig()
+    text = introduction(config, tmp_path)
+    assert len(text.splitlines()) == 2 and "5 to 15 minutes" in text and str(tmp_path) in text
+    quick = quickstart.QuickstartConfig(quickstart=QuickstartSettings(quick=True))
+    assert "half a minute" in introduction(quick, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "expected"),
+    [
+        ([], {"prediction": "", "finish": "cut_off", "em": 0.0}, ["  no answer (cut off): the answer is Oslo"]),
+        (
+            [{"query": "Ann"}, {"searches": [{"query": "Bo"}, {"query": "Cy"}]}, {"answer": "Rome"}],
+            {"prediction": "Rome", "finish": "answered", "em": 0.0},
+            [
+                "  1 searches for: Ann",
+                "  2 searches for: Bo",
+                "  2 searches for: Cy",
+                "  3 answers: Rome (wrong: the answer is Oslo)",
+            ],
+        ),
+        (
+            [{"answer": "Oslo"}],
+            {"prediction": "Oslo", "finish": "answered", "em": 1.0},
+            ["  1 answers: Oslo (right)"],
+        ),
+    ],
+)
+def test_an_evaluation_is_four_scores_and_one_question(tmp_path, monkeypatch, capsys, steps, end, expected):
+    """Of the untrained model it was twenty rows of zeros."""
+    scores = {name: {"value": 0.5} for name in ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")}
+    write_json(tmp_path / "scores.json", {"n": 2, **scores, "retrieval_recall": {"value": None}})
+    line = {"id": "1", "question": "Where?", "answers": ["Oslo"], "steps": steps}
+    write_jsonl(tmp_path / "predictions.jsonl", [line | end, line | {"question": "Who?"}])
+    summary = Stage("SFT", tmp_path, 1.0).summary().splitlines()
+    head = ["EM 0.500, F1 0.500, format 0.500, recall 0.000 (2 questions)", "a question: Where?"]
+    assert summary == [*head, *expected]
+
+    class Evaluate:
+        @staticmethod
+        def main(arguments):
+            print("twenty rows")
+            return 0
+
+    run_stage("evaluate", {"evaluate": Evaluate}, "evaluate", ["--x"])
+    assert capsys.readouterr().out == "\n== evaluate\n$ python -m r3lite.evaluate --x\n"
+
+
+def test_the_last_lines_are_whole_commands_for_own_documents(tmp_path, capsys):
+    print_what_next(tmp_path, quickstart.QuickstartConfig())
+    out = capsys.readouterr().out
+    title = re.search(r'README.md, "(.*?)"', out)[1]
+    assert f"## {title}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line)[2:] for line in out.splitlines() if line.strip().startswith("python -m")]
+    names = [name.removeprefix("r3lite.") for name, *_ in commands]
+    assert names == ["ask", "serve", "index", "collect", "sft", "ask"]
+    for name, (_, *arguments) in zip(names, commands, strict=True):
+        config, _ = CONFIGS[name]
+        resolve(name, config, arguments).check_settings(name)

@@ -24,6 +24,7 @@ from tests.errors import raises, shows
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
 ROOT = Path(__file__).parent.parent
+EXAMPLES = str(shipped("data", "world", "test.jsonl"))
 QUESTIONS = [row.text("question") for _, row in zip(range(16), read_jsonl(shipped("data", "world", "test.jsonl")))]
 
 
@@ -47,7 +48,19 @@ def adapters(tmp_path_factory):
 def arguments(adapters):
     corpus = str(shipped("data", "world", "corpus.jsonl"))
     small = ["--dtype", "fp32", "--max-new-tokens", "24", "--max-hops", "2"]
-    return ["--preset", "tiny", *small, "--corpus", corpus, "--adapters", adapters, "--port", "0"]
+    return [
+        "--preset",
+        "tiny",
+        *small,
+        "--corpus",
+        corpus,
+        "--adapters",
+        adapters,
+        "--port",
+        "0",
+        "--examples",
+        EXAMPLES,
+    ]
 
 
 def started(arguments):
@@ -77,6 +90,11 @@ def test_fast_chat_by_an_adapter_that_learned_steps_says_so(server):
     with urllib.request.urlopen(f"{server}/api/health", timeout=5) as reply:
         health = json.load(reply)
     assert health["notes"]["chat"].startswith("The adapter sft is trained on steps, not on chat")
+    assert health["notes"]["reasoning"].startswith("The adapter rl has learned to search")
+    with urllib.request.urlopen(f"{server}/api/about", timeout=5) as reply:
+        about = json.load(reply)
+    served = {"model": "tiny", "adapters": ["sft", "rl"], "documents": "corpus.jsonl", "examples": QUESTIONS[:3]}
+    assert about == served
 
 
 def test_sixteen_at_once_get_what_each_gets_alone(server):
@@ -153,10 +171,13 @@ def test_which_adapter_answers_in_which_mode():
         c = config(*argv)
         return list(modes_of(c, adapters_of(c), searches).values())
 
-    assert modes() == ["base"] * 3
+    assert modes() == ["base"] * 2 and modes("--steps", "on") == ["base"] * 3
+    assert modes("--adapter", "runs/ppo", "--steps", "off") == ["ppo"] * 2
     assert modes("--adapter", "runs/ppo") == ["ppo"] * 3
     assert modes("--adapters", "runs/a/sft,rl=runs/ppo/adapter") == ["sft", "rl", "rl"]
     assert modes("--adapters", "sft,rl,base", "--chat-adapter", "base") == ["base", "rl", "rl"]
+    assert modes("--adapters", "sft,base") == ["sft"] * 3  # the last one has not learned the steps
+    assert modes("--adapters", "sft,base", "--reasoning-adapter", "base") == ["sft", "sft"]
     assert modes("--adapters", "one/adapter,two", searches=False) == ["one", "two"]
     assert list(adapters_of(config("--adapters", "sft,q/reinforce++-baseline/adapter"))) == [
         "sft",
@@ -202,7 +223,7 @@ def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
     from r3lite.core.errors import NotFinite
     from r3lite.serving.asks import Ask
 
-    short = ["--retriever", "none", "--dtype", "fp32", "--max-new-tokens", "24", "--max-hops", "1"]
+    short = ["--retriever", "none", "--dtype", "fp32", "--max-new-tokens", "24", "--max-hops", "1", "--steps", "on"]
     answering = LiveAnswers(config(*short), lambda pairs: [[] for _ in pairs])
 
     def answers(*asks):
@@ -236,7 +257,7 @@ def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
 
     row = {"name": "Cities", "description": "about cities", "trigger": "city", "steps": [{"action": "Think"}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
-    argv = ["--retriever", "none", "--dtype", "fp32", "--procedures", str(tmp_path / "p.json")]
+    argv = ["--retriever", "none", "--dtype", "fp32", "--procedures", str(tmp_path / "p.json"), "--steps", "on"]
     made = config(*argv, "--procedures-by", "triggers")
     answering = LiveAnswers(made, *open_retriever(made))
     for text, stands in (("Which city?", True), ("Which town?", False)):
@@ -244,6 +265,30 @@ def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
             sequence = answering.prepare(Ask(text, mode, "base"), None).transcript
             prompt = answering.engine.layout.tokenizer.decode(sequence.tokens)
             assert ("user\nProcedure: Cities. about cities\n1. Think\n\n" in prompt) == stands and text in prompt
+    answering.close()
+
+
+def test_a_base_that_has_not_learned_the_steps_searches_once_and_does_not_reason():
+    from r3lite.assembly.answering_live import LiveAnswers
+    from r3lite.core.episode import Document
+    from r3lite.serving.asks import Ask
+
+    corpus = ["--corpus", str(shipped("data", "world", "corpus.jsonl")), "--dtype", "fp32", "--max-new-tokens", "24"]
+    found = [Document("7", "Jelsan Janli", "Jelsan Janli is a film.")]
+    answering = LiveAnswers(config(*corpus), lambda pairs: [found for _ in pairs])
+    assert answering.modes == {"chat": "base", "search": "base"} and list(answering.missing) == ["reasoning"]
+    assert list(answering.notes) == ["search"] and "Plain RAG" in answering.notes["search"]
+    answering.warm_up()
+    events = []
+    growing = answering.prepare(Ask(QUESTIONS[0], "search", "base"), events.append)
+    answering.join(growing)
+    while answering.growing:
+        ended = answering.iterate()
+    ((_, answer),) = ended
+    assert answer.search_queries == [QUESTIONS[0]] and [source.title for source in answer.sources] == ["Jelsan Janli"]
+    assert answer.final_answer and events[0]["query"] == QUESTIONS[0]
+    prompt = answering.engine.layout.tokenizer.decode(growing.transcript.tokens)
+    assert "[1] Jelsan Janli: Jelsan Janli is a film." in prompt and "Step 1" not in prompt
     answering.close()
 
 

@@ -19,6 +19,7 @@ from tests.memory.test_shrinking import FIXED, failing, paid, run_rl  # noqa: F4
 from tests.memory.test_shrinking import toy as toy_of_rl  # noqa: F401 (a fixture)
 from tests.test_sft import toy  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.usefixtures("fast_half_products")
 KINDS = {
     "lora": ["--lora-dropout", "0.1", "--gradient-accumulation", "2"],
     "lora fp16": ["--gradient-accumulation", "2", "--dtype", "fp16"],

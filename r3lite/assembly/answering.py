@@ -3,10 +3,12 @@ ask, serve and collect."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from r3lite.assembly.policy import load_policy, warn_of_other_format
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Retrieve
+from r3lite.exporting.files import is_trained_export
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models.weights import resolve_folder
@@ -18,7 +20,8 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.settings import AnsweringConfig, JudgeSettings, SamplingConfig
+from r3lite.settings import AnsweringConfig, AskConfig, JudgeSettings, SamplingConfig, ServeConfig
+from r3lite.training.earlier_run import result_of_run
 
 QUESTIONS_OF_DRY_RUN = 1000  # without --limit: a dry run does not count the questions
 
@@ -94,6 +97,23 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
     setup = Setup(settings, questions=[], seed=config.common.seed, gives_up=gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)
+
+
+def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
+    """Returns whether the model answers in steps: as --steps says, or if r3lite has trained it or its adapter, as far
+    as its run folder or its export says."""
+    if config.answers.steps != "auto":
+        return config.answers.steps == "on"
+    if result_of_run(config.model.model, config.model.adapter) is not None:
+        return True
+    return is_trained_export(Path(config.model.model))
+
+
+def plain_baseline(config: AskConfig | ServeConfig) -> str:
+    """Returns the baseline whose prompt is an ordinary chat: with documents, unless nothing can be searched."""
+    if config.retrieval.retriever == "none" or not build_protocol(config.protocol).can_search:
+        return "closed-book"
+    return "rag"
 
 
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `serving/` as what answers. Used by serve.
 """
 
+import contextlib
 import itertools
 import random
 import re
@@ -12,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3lite.assembly import policy
-from r3lite.assembly.answering import why_no_answer
+from r3lite.assembly.answering import answers_in_steps, plain_baseline, why_no_answer
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Question, Retrieve
+from r3lite.core.errors import R3LiteError
+from r3lite.datasets.qa import read_questions
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights
@@ -24,15 +27,19 @@ from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.retrieval.procedures import Finder
+from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
 from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
 from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
+from r3lite.training.earlier_run import settings_of
 
 PLAIN = "plain"  # the layout of a chat without steps
+RAG = "rag"  # the layout of one search and a short answer, in a chat without steps
 BASE = "base"  # the name of the bare base among the adapters
+EXAMPLES = 3  # questions that the page offers
 ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else is said
 
 
@@ -68,10 +75,23 @@ def _name_of(folder: Path) -> str:
     return re.sub(r"[^\w-]+", "", name, flags=re.ASCII)[:64]
 
 
+def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str]:
+    """Returns the names of the adapters that answer in steps: r3lite has trained all of them, but perhaps not the
+    base."""
+    bare = replace(config, model=replace(config.model, adapter=None))
+    base_in_steps = answers_in_steps(bare)
+    if config.answers.steps == "off":
+        return set()
+    return {name for name in adapters if name != BASE or base_in_steps}
+
+
 def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> dict[str, str]:
-    """Returns the name of the adapter of each mode; search only if there is something to search."""
+    """Returns the name of the adapter of each mode; search only if there is something to search, and reasoning only if
+    its adapter answers in steps."""
     names = list(adapters)
-    learned_steps = "rl" if "rl" in names else names[-1]
+    in_steps = adapters_in_steps(config, adapters)
+    candidates = [name for name in names if name in in_steps] or names
+    learned_steps = "rl" if "rl" in candidates else candidates[-1]
     defaults = {
         "chat": "sft" if "sft" in names else names[0],
         "reasoning": learned_steps,
@@ -86,6 +106,8 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
             )
     if not searches:
         del by_mode["search"]
+    if by_mode["reasoning"] not in in_steps:
+        del by_mode["reasoning"]
     return by_mode
 
 
@@ -102,8 +124,17 @@ def plan_lanes(config: ServeConfig) -> Plan:
 
 
 def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
-    """Returns the layout of every mode, and of a chat without steps."""
-    layouts = {PLAIN: Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths)}
+    """Returns the layout of every mode, and those of chats without steps."""
+    plain = OPENINGS[plain_baseline(config)]
+    layouts = {
+        PLAIN: Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths),
+        RAG: Layout(
+            tokenizer,
+            protocol=build_protocol(config.protocol, plain),
+            lengths=replace(config.lengths, max_hops=1),
+            opening=plain,
+        ),
+    }
     for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
         max_hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
         layouts[mode] = Layout(
@@ -113,6 +144,28 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
             opening=OPENINGS[opening],
         )
     return layouts
+
+
+def examples_of(config: ServeConfig, folders: Collection[str | None]) -> list[str]:
+    """Returns the first questions of --examples, or of the file that the last of the adapters was trained on."""
+    if config.modes.examples:
+        return [question.text for question in read_questions(config.modes.examples, EXAMPLES)]
+    for folder in reversed(list(folders)):
+        data = settings_of(folder).get("data") if folder else None
+        if isinstance(data, str) and Path(data).is_file():
+            with contextlib.suppress(R3LiteError):  # conversations, or a file that has changed
+                return [question.text for question in read_questions(data, EXAMPLES)]
+    return []
+
+
+def name_of_documents(config: ServeConfig) -> str | None:
+    """Returns the name of what is searched, without the folders that lead to it; None if nothing is."""
+    settings = config.retrieval
+    if settings.retriever == "none":
+        return None
+    if not settings.has_passages:
+        return settings.retriever
+    return Path(settings.index or settings.corpus or "").name
 
 
 class LiveAnswers:
@@ -126,8 +179,9 @@ class LiveAnswers:
         protocol = build_protocol(config.protocol)
         folders = adapters_of(config)
         plan = plan_lanes(config)
-        searches = protocol.can_search and config.retrieval.retriever != "none"
-        self.modes = modes_of(config, folders, searches)
+        self.searches = protocol.can_search and config.retrieval.retriever != "none"
+        self.modes = modes_of(config, folders, self.searches)
+        self.in_steps = adapters_in_steps(config, folders)
         self.adapters = list(folders)
         folder = weights.resolve_folder(config.model.model)
         tokenizer = Tokenizer.load(folder, config.model.thinking)
@@ -147,6 +201,13 @@ class LiveAnswers:
             layouts=self.layouts,
         )
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
+        documents = name_of_documents(config) if self.searches else None
+        self.about = {
+            "model": Path(config.model.model).name,
+            "adapters": [name for name in folders if name != BASE],
+            "documents": documents,
+            "examples": examples_of(config, folders.values()),
+        }
         self.numbers = itertools.count()  # of the asks
         self.growing: dict[int, Growing] = {}  # by the id of its sequence
         self.lanes = self._lanes()
@@ -176,13 +237,25 @@ class LiveAnswers:
             tell=tell,
         )
         sequence.listener = Listener(growing.hear, growing.look)
+        if sequence.pending:
+            self._search_first(sequence, layout)
         return growing
+
+    def _search_first(self, sequence: Visitor, layout: Layout) -> None:
+        """Retrieves what a layout searches before the model's first turn, and appends the documents."""
+        with contextlib.closing(Fetcher(self.retrieve)) as fetcher:
+            ((_, documents),) = fetcher.fetch([sequence])
+        layout.splice(sequence, documents)
+        sequence.listener.step(sequence)
 
     def warm_up(self) -> None:
         """Answers a question in each row, each a token shorter, so that products of every size are met before someone
         waits: what a device prepares for a size takes time, and memory."""
+        mode = "chat"
+        if "reasoning" in self.modes:
+            mode = "reasoning"
         for max_tokens in range(1, self.rows + 1):
-            ask = Ask("Hello", "reasoning", self.modes["reasoning"], max_tokens=max_tokens)
+            ask = Ask("Hello", mode, self.modes[mode], max_tokens=max_tokens)
             self.join(self.prepare(ask, None))
         while self.growing:
             self.iterate()
@@ -222,19 +295,38 @@ class LiveAnswers:
     @property
     def notes(self) -> dict[str, str]:
         """What a person should know who chooses a mode, by mode."""
+        notes = {}
         adapter = self.modes["chat"]
-        if self._layout(Ask("", "chat", adapter)) == PLAIN:
-            return {}
-        return {"chat": f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"}
+        if self._layout(Ask("", "chat", adapter)) != PLAIN:
+            notes["chat"] = f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"
+        adapter = self.modes.get("reasoning")
+        if adapter and self.searches and "reasoning" not in self.config.modes.retrieving_modes:
+            notes["reasoning"] = f"The adapter {adapter} has learned to search: without documents it guesses"
+        adapter = self.modes.get("search")
+        if adapter and adapter not in self.in_steps:
+            notes["search"] = "Plain RAG: one search and a short answer, as the model is not trained on steps"
+        return notes
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Why the modes that cannot be asked in are not there, by mode."""
+        reasons = {
+            "reasoning": "The model has not learned to answer in steps",
+            "search": "This server cannot search",
+        }
+        return {mode: reason for mode, reason in reasons.items() if mode not in self.modes}
 
     def _layout(self, ask: Ask) -> str:
         """Returns the name of the layout in which an ask is answered."""
-        if ask.mode != "chat":
-            return ask.mode
-        style = self.config.modes.chat_style
-        if style == "auto":
-            style = "plain" if ask.adapter == BASE else "answer"
-        return PLAIN if style == "plain" else ask.mode
+        answers_in_steps = ask.adapter in self.in_steps
+        if ask.mode == "search" and not answers_in_steps:
+            return RAG
+        if ask.mode == "chat":
+            style = self.config.modes.chat_style
+            is_plain = style == "plain" or (style == "auto" and not answers_in_steps)
+        else:
+            is_plain = not answers_in_steps
+        return PLAIN if is_plain else ask.mode
 
     def _sampler(self, ask: Ask) -> Sampler:
         """Returns the sampler of the settings, with what the ask sets itself."""

@@ -1,6 +1,7 @@
 """Asks a model one question after another, and shows in a terminal how each is answered; used by ask."""
 
 import json
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,15 @@ class AskSession:
             print(json.dumps(record(episode, "\n".join(turns[:-1]))), flush=True)
         else:
             print(outcome(episode, self.engine.layout.protocol.faults), flush=True)
+
+
+def say_plain(baseline: str) -> None:
+    """Says on stderr that the model does not answer in steps, and what it does instead."""
+    does = "plain RAG: one search for the question, then a short answer"
+    if baseline == "closed-book":
+        does = "a short answer, without documents"
+    advice = "Pass --adapter RUN for an answer in steps, or --steps on."
+    print(f"The model was not trained on the step format, so this is {does}. {advice}", file=sys.stderr)
 
 
 def record(episode: Episode, trace: str) -> dict:

@@ -7,9 +7,20 @@ from r3lite.assembly.inputs import fingerprints_of_collecting
 from r3lite.core.episode import Episode, Question
 from r3lite.core.files import sweep
 from r3lite.core.invocation import to_toml
-from r3lite.datasets.collected import Earlier, Tally, config_of, go_on, rejections_of
+from r3lite.datasets.cloze import make_questions, split
+from r3lite.datasets.collected import (
+    Earlier,
+    Tally,
+    config_of,
+    go_on,
+    held_out_of,
+    questions_of,
+    rejections_of,
+    write_questions,
+)
 from r3lite.datasets.demonstrations import write_gold
 from r3lite.datasets.plain_rag import write_plain_rag
+from r3lite.datasets.qa import read_questions
 from r3lite.datasets.self_taught import Harvest
 from r3lite.datasets.splits import new_questions
 from r3lite.datasets.teacher import Teacher
@@ -26,9 +37,11 @@ from r3lite.settings import CollectConfig
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions, and returns the counts; an earlier run is continued."""
-    questions = new_questions(config.data)
     replies = Path(f"{output}.cache")
     sweep(output, config_of(output), rejections_of(output), replies)
+    if config.collect.source == "documents":
+        return collect_from_documents(config, output)
+    questions = new_questions(config.data)
     opening = OPENINGS[config.collect.baseline]
     protocol = build_protocol(config.protocol, opening)
     setup = Setup(
@@ -86,6 +99,35 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
         earlier=earlier,
         size=4 * config.judge.judge_concurrency,
     )
+
+
+def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
+    """Makes questions from the passages of --index or --corpus, and writes them beside the file, those to train on with
+    their demonstrations in it; returns the counts."""
+    seed = config.common.seed
+    setup = Setup(
+        config.retrieval,
+        questions=[],
+        seed=seed,
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
+    questions = make_questions(setup.documents, seed, config.data.limit)
+    training, testing = split(questions, config.collect.test_share, seed)
+    files = {questions_of(output): training, held_out_of(output): testing}
+    sweep(*files)
+    for path, part in files.items():
+        write_questions(path, [question.to_json() for question in part])
+    tally = write_gold(
+        config,
+        questions=read_questions(questions_of(output)),
+        protocol=build_protocol(config.protocol),
+        retrieve=build_retriever(setup),
+        output=output,
+    )
+    for path, part in files.items():
+        linked = sum(len(question.statements) > 1 for question in part)
+        tally.extra[f"questions in {path.name}"] = f"{len(part)}, {linked} of them of two documents"
+    return tally
 
 
 def collect_from_model(

@@ -32,6 +32,7 @@ from r3lite.models import activation_checkpointing, compiled, lora, saving, weig
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.full_tuning import FullTuning
+from r3lite.models.projections import separate
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
 from r3lite.settings.common import CommandConfig
@@ -350,7 +351,7 @@ def _check_shape(adapter: str, training: Training) -> None:
         setting = getattr(training.fresh, name)
         is_equal = setting == value
         if name == "lora_targets":
-            is_equal = set(setting) == set(value)
+            is_equal = set(setting) == separate(value)
         if name in training.set_by_user and not is_equal:
             remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
             raise R3LiteError(

@@ -1,5 +1,7 @@
 """The stages of the quickstart with their arguments, and the table of their scores; used by quickstart."""
 
+import contextlib
+import io
 import shlex
 import time
 from collections.abc import Mapping
@@ -11,8 +13,9 @@ from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import check_status
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
+from r3lite.core.terminal import printable
 from r3lite.evaluation.comparisons import compare
-from r3lite.evaluation.folder import read_predictions
+from r3lite.evaluation.folder import PREDICTIONS, read_predictions
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import QuickstartConfig
@@ -36,7 +39,9 @@ LENGTHS_OF_FORMAT = {"dag": ["--max-new-tokens", "128"]}
 SFT_STEPS_OF_FORMAT = {"dag": ["--max-steps", "250"]}
 # The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
 SAMPLING_OF_OTHER_FORMATS = ["--temperature", "0.5"]
-SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # the columns of the table
+SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # of `quickstart.json`
+# The columns of the table, and what is printed of each evaluation.
+SHOWN = {"em": "EM", "f1": "F1", "format_adherence": "format", "retrieval_recall": "recall"}
 
 
 @dataclass
@@ -51,6 +56,26 @@ class Stage:
     def scores(self) -> dict:
         """The scores of scores.json."""
         return read_record(self.folder / "scores.json", "").values
+
+    def summary(self) -> str:
+        """Returns the scores in a line, and how the first question was answered, in a line for each step."""
+        scores = self.scores
+        values = ", ".join(f"{title} {scores[name]['value'] or 0.0:.3f}" for name, title in SHOWN.items())
+        sample = next(read_jsonl(self.folder / PREDICTIONS)).values
+        lines = [f"{values} ({scores['n']} questions)", f"a question: {sample['question']}"]
+        for number, step in enumerate(sample["steps"], 1):
+            for search in step.get("searches", [step]):
+                if "query" in search:
+                    lines.append(f"  {number} searches for: {search['query']}")
+        answer = sample["prediction"]
+        verdict = "right"
+        if not sample["em"]:
+            verdict = f"wrong: the answer is {sample['answers'][0]}"
+        if answer:
+            lines.append(f"  {len(sample['steps'])} answers: {answer} ({verdict})")
+        else:
+            lines.append(f"  no answer ({sample['finish'].replace('_', ' ')}): the answer is {sample['answers'][0]}")
+        return printable("\n".join(lines))
 
     @property
     def marks(self) -> list[Marks]:
@@ -72,10 +97,17 @@ def teacher_scores(trajectories: Path) -> dict:
 
 
 def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, arguments: list[str]) -> float:
-    """Runs one command and prints its arguments; returns the minutes that it took."""
+    """Runs one command and prints its arguments; returns the minutes that it took.
+
+    What `evaluate` prints, some thirty lines of scores, is left out: `Stage.summary` has those that matter here.
+    """
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
-    check_status(commands[name].main(arguments), f"the stage {name} failed", "See its message above.")
+    with contextlib.ExitStack() as quiet:
+        if name == "evaluate":
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        status = commands[name].main(arguments)
+    check_status(status, f"the stage {name} failed", "See its message above.")
     return (time.monotonic() - start) / 60
 
 
@@ -109,6 +141,15 @@ def sampling_arguments(format: str, out: Path) -> list[str]:
     return [*retrieval_arguments(format, out), *LENGTHS_OF_FORMAT.get(format, [])]
 
 
+def introduction(config: QuickstartConfig, out: Path) -> str:
+    """Returns what happens and how long it takes, in two lines."""
+    minutes = "5 to 15 minutes on two CPU cores"
+    if config.quickstart.quick:
+        minutes = "about half a minute on two CPU cores, in which it learns almost nothing"
+    learns = "search an invented encyclopedia: it imitates demonstrations (SFT), then learns from rewards (RL)"
+    return f"A tiny model learns to {learns}.\nThis takes {minutes}, and downloads nothing. Results: {out}"
+
+
 def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType]) -> None:
     """Runs the stages one after another, then prints the table."""
     start = time.monotonic()
@@ -119,6 +160,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     preset = ["--preset", config.common.preset]
     shared = [*preset, "--seed", str(config.common.seed)]
     sampling = sampling_arguments(format, out)
+    print(introduction(config, out), flush=True)
     quick = QUICK_ARGUMENTS if config.quickstart.quick else {name: [] for name in QUICK_ARGUMENTS}
 
     def evaluate(name: str, adapter: Path | None, minutes: float) -> Stage:
@@ -127,9 +169,12 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments += quick["evaluate"]
         if adapter:
             arguments += ["--adapter", str(adapter)]
-        title = f"evaluate the {name} model on questions about new entities"
+        which = "untrained" if adapter is None else name
+        title = f"evaluate the {which} model on questions about new entities"
         run_stage(title, commands=commands, name="evaluate", arguments=arguments)
-        return Stage(name, folder, minutes)
+        stage = Stage(name, folder, minutes)
+        print(stage.summary(), flush=True)
+        return stage
 
     def collect(title: str, trajectories: Path, *hurried: str) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *retrieval_arguments(format, out)]
@@ -188,7 +233,7 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     """Prints the table, and what RL changed with its paired interval; `quickstart.json` has the same."""
     n = stages[0].scores["n"]
     width = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
-    columns = "".join(f"{title:>10}" for title in ("EM", "F1", "format", "recall", "searches", "minutes"))
+    columns = "".join(f"{title:>10}" for title in (*SHOWN.values(), "minutes"))
     print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{width}}{columns}")
     about = f"   the {taught_by['n']} trajectories for SFT; deliberately hasty"
     print(f"{'teacher':<{width}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
@@ -196,7 +241,7 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     for stage in stages:
         values = {score: stage.scores[score]["value"] for score in SCORES}
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
-        cells = "".join(f"{value:>10.3f}" for value in values.values())
+        cells = "".join(f"{values[name]:>10.3f}" for name in SHOWN)
         print(f"{stage.name:<{width}}{cells}{stage.minutes:>10.1f}")
     gain = print_gain(stages[-2], stages[-1], config.common.seed)
     print(f"{minutes:.1f} minutes in total")
@@ -229,9 +274,14 @@ where to look next
   rewards:          {rl / "episodes.jsonl"}
   training curves:  {rl / "metrics.jsonl"}
   report:           python -m r3lite.report {out}
-  your own data:    docs/tutorial.md, and README.md, "Train on HotpotQA"
   ask it yourself:
     {shlex.join(ask)}
   on a page in the browser (pip install -e '.[serve]'):
     {shlex.join(serve)}
+
+your own documents, with a 0.5B model (README.md, "Train on your own data"; docs/tutorial.md)
+    python -m r3lite.index --documents FOLDER --output my-index
+    python -m r3lite.collect --source documents --index my-index --output steps.jsonl
+    python -m r3lite.sft --data steps.jsonl --output runs/sft
+    python -m r3lite.ask --adapter runs/sft --index my-index "YOUR QUESTION"
 """)

@@ -88,7 +88,7 @@ def attention_kernels(precision: Precision) -> Finding:
         suffix = " in training" if grad else ""
         with torch.set_grad_enabled(grad):
             note("causal" + suffix, padded(rows, device))
-            pack = Pack.of(rows, device, precision.dtype)
+            pack = Pack.of(rows, device)
             note("shared prefix" + suffix, pack.tokens, pack)
     with torch.no_grad():
         cache = KVCache.of(model, 1)

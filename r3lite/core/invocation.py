@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,23 @@ def to_toml(config: Any, command: str) -> str:
         text = text.replace("\x7f", "\\u007f")
         lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"
+
+
+def flags_by_user(config: Any, names: Iterable[str]) -> list[str]:
+    """Returns the flags of those settings in `names` that the user has set, for a command that has them, too."""
+    values = flat(config)
+    words = []
+    for name in names:
+        if name not in config.set_by_user:
+            continue
+        value = values[name]
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(f"no_{name}"))
+        elif isinstance(value, tuple):
+            words += [flag(name), ",".join(map(str, value))]
+        else:
+            words += [flag(name), str(value)]
+    return words
 
 
 class _Parser(argparse.ArgumentParser):

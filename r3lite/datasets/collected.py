@@ -12,7 +12,7 @@ from typing import Any
 from r3lite.core.earlier_output import refuse_another_run, refuse_other_inputs
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_text
+from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_jsonl, write_text
 from r3lite.core.records import parse
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
@@ -81,6 +81,16 @@ class Tally:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def questions_of(output: Path) -> Path:
+    """Returns the file of the questions that `collect --source documents` makes to train on."""
+    return output.with_name(f"{output.stem}.questions.jsonl")
+
+
+def held_out_of(output: Path) -> Path:
+    """Returns the file of the questions that `collect --source documents` makes to test on."""
+    return output.with_name(f"{output.stem}.test.jsonl")
+
+
 def rejections_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.rejected.jsonl")
 
@@ -91,6 +101,15 @@ def config_of(output: Path) -> Path:
 
 def ids(records: list[dict]) -> set[str]:
     return {str(record["id"]) for record in records}
+
+
+def write_questions(path: Path, rows: list[dict]) -> None:
+    """Writes rows of questions that were made. Raises R3LiteError if the file has anything else in it: the same rows
+    are of a run that was killed before it wrote its trajectories."""
+    remedy = "Pass another --output, or delete it."
+    if _has_content(path) and [record.values for record in read_jsonl(path, remedy)] != rows:
+        raise R3LiteError(f"{path} exists and is not empty", remedy, code="output-not-empty")
+    write_jsonl(path, rows)
 
 
 def rejected_ids(output: Path) -> set[str]:
@@ -105,10 +124,13 @@ def rejected_ids(output: Path) -> set[str]:
 def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     """Returns the records of earlier runs into the same file.
 
-    Raises R3LiteError for a file that this run may not go on writing. Gold trajectories are written all at once, so a
-    file with anything in it is not this run's. Other runs go on with their own file only: `<output>.config.toml` has
-    the settings of the first run.
+    Raises R3LiteError for a file that this run may not go on writing. Gold trajectories, also of questions made from
+    documents, are written all at once, so a file with anything in it is not this run's. Other runs go on with their own
+    file only: `<output>.config.toml` has the settings of the first run.
     """
+
+    if source == "documents":
+        source = "gold"
 
     def is_kept(record: dict) -> bool:
         return "id" in record and "steps" in record and record.get("source") == source

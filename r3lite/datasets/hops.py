@@ -129,10 +129,12 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
 
 
 def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """Returns the hops of a question of HotpotQA, from the two paragraphs of the supporting facts; nothing if there are
-    not two.
+    """Returns the hops of a question of HotpotQA, from the one or two paragraphs of the supporting facts; nothing if
+    there are more.
 
-    `supporting` maps a gold title to its supporting sentences. By the question's `type` there are:
+    `supporting` maps a gold title to its supporting sentences. Of one paragraph that has the answer there is one hop,
+    which looks up its name if the question has it, else the question itself. Of two, by the question's `type`, there
+    are:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
@@ -140,6 +142,8 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
       up the name of its paragraph if the question has it, else the question itself; its answer is the bridge entity,
       that is the title of one paragraph that the other one mentions, which the second hop looks up.
     """
+    if len(question.gold) == 1:
+        return _only_hop(question, supporting)
     if len(question.gold) != 2:
         return ()
     if "comparison" in question.type:
@@ -148,9 +152,8 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
     first, second = _bridge_order(question, sentences)
     bridge = _bridge(question, first, second, sentences=sentences)
     lead = question.text
-    first_name = name_of(first.title)
-    if first_name != bridge and _overlap(first_name, question.text) == 1:
-        lead = first_name
+    if name_of(first.title) != bridge:
+        lead = _lead(question, first)
     answer = question.answers[0]
     lead_evidence = _brief(_telling(supporting[first.title], bridge))
     evidence = _brief(_telling(supporting[second.title], answer))
@@ -158,6 +161,29 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         Hop(question=_literal(lead), answer=bridge, document=first, evidence=lead_evidence),
         Hop(question="#1", answer=answer, document=second, evidence=evidence),
     )
+
+
+def _lead(question: Question, paragraph: Document) -> str:
+    """Returns what the first hop looks up: the name of its paragraph if the question has it, else the question."""
+    name = name_of(paragraph.title)
+    if _overlap(name, question.text) == 1:
+        return name
+    return question.text
+
+
+def _only_hop(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
+    """Returns the hop of a question with one gold paragraph; nothing if its answer is not there."""
+    (paragraph,) = question.gold
+    answer = question.answers[0]
+    if not _mentions(paragraph.text, answer):
+        return ()
+    hop = Hop(
+        question=_literal(_lead(question, paragraph)),
+        answer=answer,
+        document=paragraph,
+        evidence=_brief(_telling(supporting[paragraph.title], answer)),
+    )
+    return (hop,)
 
 
 def _comparison(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:

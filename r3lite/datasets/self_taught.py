@@ -19,7 +19,7 @@ from r3lite.core.files import append_jsonl, write_jsonl
 from r3lite.core.records import Record, Source
 from r3lite.datasets.collected import Earlier, Tally, rejections_of
 from r3lite.datasets.trajectories import Trajectory, check_steps, row_from_json
-from r3lite.protocols.base import ANSWER_WAS_FORCED, NO_ROOM, Protocol
+from r3lite.protocols.base import ANSWER_WAS_FORCED, COPIED_EXAMPLE, NO_ROOM, Protocol
 from r3lite.settings import CollectConfig, CollectSettings
 
 BLOCK = 32  # questions that are sampled together, and written together
@@ -187,6 +187,8 @@ def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) 
         return "forced answer"
     if CUT_OFF in (episode.finish, *faults):
         return "cut off"
+    if COPIED_EXAMPLE in faults:
+        return "answer copied from the prompt's worked example"
     if faults:
         return f"malformed step ({faults[0]})"
     problem = check_steps(episode.steps, protocol)

@@ -22,6 +22,10 @@ def scores_table(scores: dict) -> str:
         lines.append(line)
     if scores["faults"]:
         lines.append(f"\nfaults of steps: {_counts(scores['faults'])}")
+    copied = scores["faults"].get("copied_example")
+    if copied:
+        copies = f"{copied} of {scores['n']} answers repeat the prompt's worked example"
+        lines.append(f"\n{copies}: the model does not know the format; pass --adapter, or --baseline rag")
     for key, title in GROUPS.items():
         if len(scores[key]) > 1:
             lines += ["", *_group_lines(title, scores[key])]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import PureWindowsPath
 
 from r3lite.exporting.chats import QUESTION, SWITCH, TEMPLATE, opening
+from r3lite.exporting.files import TRAINED_BY
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE
@@ -46,7 +47,7 @@ def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) ->
     turns = [f"[{message['role']}]\n{message['content']}" for message in messages]
     parts = [
         _head(facts),
-        f"# {facts.base}, {'trained with' if facts.trained else 'exported by'} r3lite",
+        f"# {facts.base}, {TRAINED_BY if facts.trained else 'exported by r3lite'}",
         f"{_subject(facts)}, weights in {facts.weights}. "
         f"{'It answers' if facts.trained else 'The prompt asks it to answer'} "
         "questions in steps, each of which reasons and then asks a retriever or answers.",

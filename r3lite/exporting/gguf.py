@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, move, read_record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
@@ -69,6 +70,9 @@ def _name(path: str) -> str:
 
 
 def _architecture(config: ModelConfig) -> str:
+    if config.layer or config.layer_kinds or config.attention_scale or config.logits_scaling != 1:
+        cause = "r3lite writes GGUF files of qwen2, qwen3, llama and mistral without windows, not of this model"
+        raise R3LiteError(cause, REMEDY, code="gguf-family")
     if config.qkv_bias:
         return "qwen2"
     return "qwen3" if config.qk_norm else "llama"

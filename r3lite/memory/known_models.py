@@ -3,12 +3,25 @@
 From the models' `config.json`, without what a plan does not depend on: these configs compute nothing.
 """
 
-from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.causal_lm import LayerKind, ModelConfig, Rope
+from r3lite.models.gemma import LOCAL_THETA, PATTERN, THETA, GemmaLayer
+from r3lite.models.granite import GraniteHybridLayer
 
 QWEN_TOKENS = 151_665
 LLAMA = {"qkv_bias": False}
 QWEN3 = {"head_dim": 128, "qk_norm": True, "qkv_bias": False}
+GRANITE = {"qkv_bias": False, "layer": GraniteHybridLayer}
 UNTIED = {"tie_word_embeddings": False}
+
+
+def gemma(layers: int) -> dict:
+    """Returns what Gemma 3 of so many layers computes; five of six have a window."""
+    local = LayerKind(Rope(LOCAL_THETA), window=512)
+    kinds = [local] * (PATTERN - 1) + [LayerKind(Rope(THETA))]
+    kinds = tuple((kinds * layers)[:layers])
+    return {"head_dim": 256, "qk_norm": True, "qkv_bias": False, "layer": GemmaLayer, "layer_kinds": kinds}
+
+
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
 QWEN25_SIZES = {
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
@@ -34,12 +47,19 @@ _FAMILIES = {
     "mistralai/Mistral-{}-Instruct-v0.3": (
         32_768, LLAMA | UNTIED, 32_768, {"7B": (32_768, 4096, 14_336, 32, 32, 8)},
     ),
+    "ibm-granite/granite-4.0-{}m": (100_352, GRANITE, 32_768, {"350": (100_352, 1024, 2048, 28, 16, 4)}),
+    "ibm-granite/granite-4.0-{}b": (100_352, GRANITE, 131_072, {"1": (100_352, 2048, 4096, 40, 16, 4)}),
+    "HuggingFaceTB/SmolLM3-{}": (128_256, LLAMA, 65_536, {"3B": (128_256, 2048, 11_008, 36, 16, 4)}),
+    "google/gemma-3-{}m-it": (262_144, gemma(18), 32_768, {"270": (262_144, 640, 2048, 18, 4, 1)}),
+    "google/gemma-3-{}b-it": (262_144, gemma(26), 32_768, {"1": (262_144, 1152, 6912, 26, 4, 1)}),
 }  # fmt: skip
 INSTRUCT = {
     name.format(size): (ModelConfig(*shape, **switches, max_position_embeddings=longest), tokens)
     for name, (tokens, switches, longest, sizes) in _FAMILIES.items()
     for size, shape in sizes.items()
 }
-KNOWN = INSTRUCT | {name.removesuffix("-Instruct"): sizes for name, sizes in INSTRUCT.items()}  # a base has its sizes
+KNOWN = INSTRUCT | {
+    name.removesuffix("-Instruct").removesuffix("-it"): sizes for name, sizes in INSTRUCT.items()
+}  # a base has its sizes
 _QWEN25 = [(name, sizes) for name, (sizes, _) in KNOWN.items() if name.startswith("Qwen/Qwen2.5")]
 QWEN25 = dict(sorted(_QWEN25, key=lambda item: -item[1].hidden_size))  # the largest first

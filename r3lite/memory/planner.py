@@ -15,7 +15,10 @@ from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.gemma import GemmaLayer
+from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import BLOCK
+from r3lite.models.projections import of_model
 from r3lite.models.stacks import stacks
 
 Parts = dict[str, int]
@@ -37,20 +40,25 @@ def largest(moments: list[Parts] | Iterator[Parts]) -> Parts:
 
 
 def linears(m: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns (out, in) of the seven projections of a layer."""
+    """Returns (out, in) of the projections of a layer: seven, or less if some are one matrix."""
     hidden = m.hidden_size
     inner = m.intermediate_size
     queries = _queries(m)
     keys = m.num_key_value_heads * m.head_dim
-    return {
+    shapes = {
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
     }
+    if m.layer is GraniteHybridLayer:
+        return shapes | {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
+    return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+
+
+def adapted(w: Workload) -> tuple[str, ...]:
+    """Returns the projections of a layer that have an adapter."""
+    return of_model(w.targets, linears(w.model))
 
 
 # Weights, adapters and moments
@@ -89,7 +97,7 @@ def layer_bytes(w: Workload, quantized: bool) -> int:
     """Returns the bytes of the frozen weights of a layer."""
     m = w.model
     shapes = linears(m)
-    layer = 2 * rounded(m.hidden_size * w.element)
+    layer = _norms(m) * rounded(m.hidden_size * w.element)
     if m.qk_norm:
         layer += 2 * rounded(m.head_dim * w.element)
     if m.qkv_bias:
@@ -124,8 +132,8 @@ def adapter_bytes(w: Workload) -> int:
     """Returns the bytes of one adapter in fp32, the A of a stack together; its gradients are as large."""
     shapes = linears(w.model)
     row = 4 * w.lora_r  # bytes of the numbers that belong to one input or output
-    layer = sum(rounded(row * shapes[name][0]) for name in w.targets)
-    for stack in stacks(w.targets):
+    layer = sum(rounded(row * shapes[name][0]) for name in adapted(w))
+    for stack in stacks(adapted(w)):
         inputs = sum(shapes[name][1] for name in stack)
         layer += rounded(row * inputs)
     return w.model.num_hidden_layers * layer
@@ -139,7 +147,7 @@ def _cast_bytes(w: Workload) -> int:
 def _adapter_tensors(w: Workload) -> list[int]:
     """Returns the bytes of each tensor of an adapter in a layer, each for itself."""
     shapes = linears(w.model)
-    return [rounded(4 * w.lora_r * side) for name in w.targets for side in shapes[name]]
+    return [rounded(4 * w.lora_r * side) for name in adapted(w) for side in shapes[name]]
 
 
 def _moment_bytes(w: Workload) -> int:
@@ -161,7 +169,7 @@ def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     layer = [out * into for out, into in shapes.values()]
     if m.qkv_bias:
         layer += [shapes[name][0] for name in BIASED]
-    layer += [m.hidden_size, m.hidden_size]
+    layer += [m.hidden_size] * _norms(m)
     if m.qk_norm:
         layer += [m.head_dim, m.head_dim]
     tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
@@ -327,7 +335,8 @@ def _score(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of a pass for log-probabilities: in a layer, or at the logits."""
     tokens, loss_tokens, shared_keys = _largest_pass(w, memory, w.scored_rows)
     repeated = shared_keys * 2 * _queries(w.model) * w.element
-    layer = {"live layer": _forward(w, memory, tokens) + repeated}
+    masks = _window_mask_bytes(w, tokens, w.row_tokens)
+    layer = {"live layer": _forward(w, memory, tokens) + repeated + masks}
     loss = {
         "hidden states": (tokens + loss_tokens) * w.model.hidden_size * w.element,
         "loss chunk": _chunk(w, memory, loss_tokens, gradients=False),
@@ -398,7 +407,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
     graphs = w.on_cuda and not memory.stream_layers  # they want a cache that does not move
     cached = w.row_tokens if w.retrieves or graphs else w.reads
-    masks = together * cached * w.element
+    masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
     masks += cached * 2 * _queries(w.model) * w.element  # one row's keys and values, for every head
     reading = {
         "KV cache": kv_bytes(w, rows, cached),
@@ -424,15 +433,26 @@ def _keys_and_values(m: ModelConfig) -> int:
     return 2 * m.num_key_value_heads * m.head_dim
 
 
+def _norms(m: ModelConfig) -> int:
+    """Returns how many norms of hidden states a layer has."""
+    return 4 if m.layer is GemmaLayer else 2
+
+
+def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
+    """Returns the bytes of the masks of a pass over `tokens` tokens, of `keys` in a row: one for each window."""
+    windows = {kind.window for kind in w.model.layer_kinds if kind.window is not None and kind.window < keys}
+    return len(windows) * tokens * keys * w.element
+
+
 def _activation_bytes(w: Workload) -> int:
     """Returns the bytes per token of activations that a layer which is not recomputed keeps, without its input."""
     m = w.model
-    norms = 3 * m.hidden_size  # norm, middle, norm
+    norms = (1 + _norms(m)) * m.hidden_size  # norm, middle, norm; norms of outputs keep these
     # Rotated queries with keys and values, these for every head, output.
     attention = 4 * _queries(m) + _keys_and_values(m)
     feed_forward = 3 * m.intermediate_size  # gate, up, their product
-    numbers = norms + attention + feed_forward + len(w.targets) * w.lora_r
-    return w.element * numbers + 4 * (m.num_attention_heads + 2) + _head_norm_bytes(w)
+    numbers = norms + attention + feed_forward + len(adapted(w)) * w.lora_r
+    return w.element * numbers + 4 * (m.num_attention_heads + _norms(m)) + _head_norm_bytes(w)
 
 
 def _head_norm_bytes(w: Workload) -> int:
@@ -471,14 +491,18 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
     if memory.offload and w.on_cuda:  # on a CPU host and device are the same memory
         inputs_here = 2 if recomputed else 0
     accumulates = w.guided or w.step_rows * w.row_tokens > tokens
+    ropes = {m.kind(layer).rope for layer in range(m.num_hidden_layers)} - {None}
+    masks = _window_mask_bytes(w, tokens, w.row_tokens)
+    if shared_keys:
+        masks += tokens * w.row_tokens * w.element
     return _Backward(
         tokens=tokens,
         loss_tokens=loss_tokens,
         recomputed=recomputed,
         layer_input=tokens * m.hidden_size * w.element,
         inputs_here=inputs_here,
-        rotary=2 * tokens * m.head_dim * w.element,
-        masks=tokens * w.row_tokens * w.element if shared_keys else 0,
+        rotary=len(ropes) * 2 * tokens * m.head_dim * w.element,
+        masks=masks,
         repeated=shared_keys * 2 * _queries(m) * w.element,
         joined=tokens * _queries(m) * w.element if tokens > w.row_tokens else 0,
         accumulated=adapter_bytes(w) if accumulates else 0,
@@ -541,15 +565,16 @@ def _live_bytes_of_recomputed(w: Workload, memory: Memory, b: _Backward) -> int:
     queries = _queries(m)
     keys_and_values = _keys_and_values(m)
     tile = min(b.tokens, memory.mlp_tile)
+    outputs = (_norms(m) - 2) // 2 * hidden  # that the norm of an output keeps
     tile_inner = tile * inner * e
     inside = max(
         5 * tile_inner,
         4 * tile_inner + _dense(w, memory, hidden * inner),
         2 * tile_inner + _dense(w, memory, 2 * hidden * inner),
     )
-    feed_forward = b.tokens * (3 * hidden + 4 * queries + keys_and_values) * e
-    feed_forward += tile * 2 * hidden * e + inside
-    attention = b.tokens * (3 * hidden + 8 * queries + keys_and_values) * e
+    feed_forward = b.tokens * (3 * hidden + outputs + 4 * queries + keys_and_values) * e
+    feed_forward += tile * (2 * hidden + outputs) * e + inside
+    attention = b.tokens * (3 * hidden + outputs + 8 * queries + keys_and_values) * e
     attention += _dense(w, memory, hidden * (queries + keys_and_values))
     attention += b.repeated + b.joined
     per_token = 4 * m.num_attention_heads + 8 * w.lora_r + _head_norm_bytes(w)

@@ -58,8 +58,8 @@ class _LayerRunner:
         self,
         layer: Layer,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
         """Returns a layer's output [B, T, C]."""
@@ -111,8 +111,8 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         run: _LayerRun,
     ) -> Tensor:
         ctx.run = run

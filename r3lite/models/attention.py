@@ -1,4 +1,4 @@
-"""What a query may attend to: the interface that the network asks, and its simplest implementation.
+"""What a query may attend to: the interface that the network asks, its masks, and its simplest implementation.
 
 The others are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill` and `kv_cache.Decode` (rows of a cache).
 A context belongs to one pass of the model. Shape legend: models/causal_lm.py.
@@ -27,10 +27,13 @@ class AttentionContext(Protocol):
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Returns the attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
 
-        `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already.
+        `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already. `window` is
+        explained at masked_keys; scores are multiplied by `scale`, by default 1 / sqrt(D).
         """
 
 
@@ -42,22 +45,27 @@ class CausalRows:
 
     def __init__(self, input_ids: Tensor):
         """`input_ids` [B, T]: the tokens of the pass."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        self.positions = positions[None]  # [1, T]
+        T = input_ids.shape[1]
+        self.positions = torch.arange(T, device=input_ids.device)[None]  # [1, T]
+        self.masks = StretchMasks([(0, T)])
 
     def attend(
         self,
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
-        return grouped_attention(q, kv, None)
+        (mask,) = self.masks.of(window, q)
+        return grouped_attention(q, kv, mask, scale=scale)
 
 
 def grouped_attention(
     q: Tensor,
     kv: Tensor,
     mask: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Returns the attention's output [B, T, H D] for queries [B, H, T, D].
 
@@ -69,29 +77,62 @@ def grouped_attention(
     query_heads = 2 * q.shape[1] // K2  # of each key head
     kv = kv[:, :, None].expand(B, K2, query_heads, S, D)
     k, v = kv.reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)  # [B, H, T, D]
     return out.transpose(1, 2).flatten(2)
 
 
-def causal_masks(
-    stretches: Sequence[tuple[int, int]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[Tensor | None]:
-    """Returns for each (start, T) the mask [T, start + T] of T tokens that come after `start` earlier ones.
+def masked_keys(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Returns True [..., T, S] where the query at a position [..., T] may not attend to the key at a position [S].
 
-    A mask is added to the scores. It is None if nothing comes before: `grouped_attention` is causal without a mask. Its
-    rows are aligned, see ALIGNMENT.
+    A token attends to itself and to all tokens before it. In a layer with a window it attends to the last `window` of
+    these, as in transformers and arXiv 2310.06825, section 2.
     """
-    longest = max((T for start, T in stretches if start), default=0)
-    causal = torch.full((longest, longest), float("-inf"), dtype=dtype, device=device).triu(1)
-    masks: list[Tensor | None] = []
-    for start, T in stretches:
-        if start == 0:
-            masks.append(None)
-            continue
-        length = start + T
-        padding = -length % ALIGNMENT
-        padded = F.pad(causal[:T, :T], (start, padding))
-        masks.append(padded[:, :length])
-    return masks
+    queries = queries[..., None]
+    masked = keys > queries
+    if window is not None:
+        masked = masked.logical_or_(keys <= queries - window)
+    return masked
+
+
+class StretchMasks:
+    """The masks of the stretches of a pass, for each window that its layers have, made when one first asks for them.
+
+    A stretch (start, T) is T tokens that come after `start` earlier ones; the keys are those of all start + T.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int]]):
+        self.stretches = stretches
+        self.longest = max((start + T for start, T in stretches), default=0)
+        self.by_window: dict[int | None, list[Tensor | None]] = {}
+
+    def of(self, window: int | None, q: Tensor) -> list[Tensor | None]:
+        """Returns the mask [T, start + T] of each stretch, on the device and in the dtype of the queries q.
+
+        A mask is added to the scores. It is None if nothing comes before the stretch and the window leaves out nothing:
+        `grouped_attention` is causal without a mask. Its rows are aligned, see ALIGNMENT.
+        """
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self.by_window:
+            self.by_window[window] = [_stretch_mask(start, T, window, q) for start, T in self.stretches]
+        return self.by_window[window]
+
+
+def _stretch_mask(
+    start: int,
+    T: int,
+    window: int | None,
+    q: Tensor,
+) -> Tensor | None:
+    length = start + T
+    if start == 0 and (window is None or window >= length):
+        return None
+    aligned = length + -length % ALIGNMENT
+    positions = torch.arange(aligned, device=q.device)
+    mask = torch.zeros(T, aligned, dtype=q.dtype, device=q.device)
+    mask.masked_fill_(masked_keys(positions[start:length], positions, window), float("-inf"))
+    return mask[:, :length]

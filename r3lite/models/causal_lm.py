@@ -1,7 +1,8 @@
 """The decoder of Llama (arXiv 2302.13971), Mistral, Qwen2 (2407.10671) and Qwen3 (2505.09388), in plain PyTorch.
 
-The families differ by a few switches of `ModelConfig`. This file has the network and its sizes, but no files, adapters,
-sampling or losses. Module and parameter names are those of the published checkpoints.
+Families differ by switches of `ModelConfig` and by parts, which it names and which have files of their own, such as
+`gemma`; `config_file` chooses both. This file has the network and its sizes, but no files, adapters, sampling or
+losses. Module and parameter names are those of the published checkpoints.
 
 Shape legend, used in every file of r3lite:
     B  rows (sequences) of a batch         H  attention heads          C  hidden size
@@ -11,6 +12,7 @@ Shape legend, used in every file of r3lite:
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,27 +37,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a model and switches of its family; names as in `config.json`, if it has one."""
+class LinearScaling:
+    """The frequency scaling of `rope_type` linear: all are divided by `factor` (arXiv 2306.15595)."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    max_position_embeddings: int = 32_768
-    tie_word_embeddings: bool = True
-    head_dim: int = 0  # of one head; 0: hidden_size / num_attention_heads
-    rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = True  # biases in q_proj, k_proj and v_proj: Qwen2
-    qk_norm: bool = False  # RMSNorm of each query and key head before the rotation: Qwen3
+    factor: float
 
-    def __post_init__(self):
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a layer: the base of the divisors, and their scaling."""
+
+    theta: float
+    scaling: RopeScaling | LinearScaling | None = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the attention of one layer may have different from that of others."""
+
+    rope: Rope | None  # None: queries and keys are not rotated
+    window: int | None = None  # tokens that a query attends to at most, see attention.masked_keys; None: all before it
 
 
 class RMSNorm(nn.Module):
@@ -70,17 +71,59 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model, and switches and parts of its family; names as in `config.json`, if it has one."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 32_768
+    tie_word_embeddings: bool = True
+    head_dim: int = 0  # of one head; 0: hidden_size / num_attention_heads
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = True  # biases in q_proj, k_proj and v_proj: Qwen2
+    qk_norm: bool = False  # a norm of each query and key head before the rotation: Qwen3, Gemma 3
+    layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all have rope_theta, rope_scaling and no window
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False  # it is rounded to the weights' dtype: Gemma
+    logits_scaling: float = 1.0  # that logits are divided by
+    norm: type[nn.Module] = RMSNorm
+    activation: Callable[[Tensor], Tensor] = swiglu  # of gate and up, side by side
+    layer: "type[Layer] | None" = None  # None: Layer
+    is_text_part: bool = False  # of a model that also sees images, see text_part.py
+
+    def __post_init__(self):
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+
+    def kind(self, layer_idx: int) -> LayerKind:
+        """Returns what the attention of a layer is like."""
+        if self.layer_kinds:
+            return self.layer_kinds[layer_idx]
+        return LayerKind(Rope(self.rope_theta, self.rope_scaling))
+
+
 def rotary_divisors(head_dim: int, theta: float) -> Tensor:
     """Returns theta^(2i / D) for the pairs i of a head, as [D/2]: pair i is rotated by position / theta^(2i / D)."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def divisor_factors(divisors: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the factors [D/2] of the divisors in Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
+def divisor_factors(divisors: Tensor, scaling: RopeScaling | LinearScaling) -> Tensor:
+    """Returns the factors [D/2] of the divisors, of which all are the same if the scaling is linear.
 
-    A pair that turns more than `high_freq_factor` times within the original length keeps its frequency, one that turns
-    less than `low_freq_factor` times has it divided by `factor`, and between the two it is interpolated.
+    In Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3) a pair that turns more than `high_freq_factor`
+    times within the original length keeps its frequency, one that turns less than `low_freq_factor` times has it
+    divided by `factor`, and between the two it is interpolated.
     """
+    if isinstance(scaling, LinearScaling):
+        return torch.full_like(divisors, scaling.factor)
     turns = scaling.original_max_position_embeddings / (2 * math.pi * divisors)
     interpolated_turns = scaling.high_freq_factor - scaling.low_freq_factor
     unscaled_share = (turns - scaling.low_freq_factor) / interpolated_turns
@@ -89,25 +132,30 @@ def divisor_factors(divisors: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 @functools.cache
-def _head_divisors(config: ModelConfig, device: torch.device) -> Tensor:
-    """Returns the divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
-    half = rotary_divisors(config.head_dim, config.rope_theta)
-    if config.rope_scaling:
-        half = half * divisor_factors(half, config.rope_scaling)
+def _head_divisors(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """Returns the divisors [D] of a whole head, negative in its first half, for the signs of `functions.rotate_`.
+
+    A rotation by an angle a turns the halves (x, y) of a pair into (x cos a - y sin a, y cos a + x sin a). Because
+    cos(-a) = cos a and sin(-a) = -sin a, angles of -a in the first half give that minus sign, once for all layers.
+    """
+    half = rotary_divisors(head_dim, rope.theta)
+    if rope.scaling:
+        half = half * divisor_factors(half, rope.scaling)
     return torch.cat((-half, half)).to(device, non_blocking=True)
 
 
 def rotary_angles(
     positions: Tensor,
-    config: ModelConfig,
+    rope: Rope,
+    head_dim: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
-    The angles are computed in fp32, the results are in `dtype`. The first half of the divisors is negative, and so are
-    its sines: that is done here, once, instead of in half of every head in every layer.
+    The angles are computed in fp32, the results are in `dtype`. In the first half of a head the sines are negated, see
+    `_head_divisors`.
     """
-    head_divisors = _head_divisors(config, positions.device)
+    head_divisors = _head_divisors(rope, head_dim, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]
     cos = torch.empty(angles.shape, dtype=dtype, device=angles.device)
     sin = torch.empty(angles.shape, dtype=dtype, device=angles.device)
@@ -125,6 +173,8 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.window = config.kind(layer_idx).window
+        self.scale = config.attention_scale
         q_size = self.heads * self.head_dim
         kv_size = self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
@@ -134,35 +184,40 @@ class Attention(nn.Module):
         self.q_norm = None
         self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm = config.norm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = config.norm(self.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         context: AttentionContext,
-        residual: Tensor,
+        residual: Tensor | None,
     ) -> Tensor:
-        """Returns the attention's output for x [B, T, C], plus the residual [B, T, C]."""
+        """Returns the attention's output for x [B, T, C], plus the residual [B, T, C] if there is one.
+
+        Without `cos` and `sin` the layer has no rotary positions.
+        """
         qkv = project((self.q_proj, self.k_proj, self.v_proj), x)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
         if self.q_norm:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-        qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
+        if cos is not None:
+            qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
         qkv = qkv.transpose(1, 2)  # [B, H+2K, T, D]
         q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)
-        out = context.attend(self.layer_idx, q, kv)  # [B, T, H D]
+        out = context.attend(self.layer_idx, q, kv, window=self.window, scale=self.scale)  # [B, T, H D]
         return project((self.o_proj,), out, residual)
 
 
 class MLP(nn.Module):
-    """The feed-forward network: SwiGLU between two projections."""
+    """The feed-forward network: SwiGLU, or another gated activation, between two projections."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.activation = config.activation
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -170,10 +225,10 @@ class MLP(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         tile: int | None = None,
     ) -> Tensor:
-        """Returns the network's output for x [..., C], plus the residual [..., C].
+        """Returns the network's output for x [..., C], plus the residual [..., C] if there is one.
 
         Without gradients, x [B, T, C] is run `tile` tokens at a time, because the intermediate tensors are wide.
         """
@@ -181,13 +236,15 @@ class MLP(nn.Module):
             return self._project(x, residual)
         outputs = []
         x_tiles = x.flatten(0, 1).split(tile)  # of [B T, C]
-        residual_tiles = residual.flatten(0, 1).split(tile)
+        residual_tiles = [None] * len(x_tiles)
+        if residual is not None:
+            residual_tiles = residual.flatten(0, 1).split(tile)
         for x_tile, residual_tile in zip(x_tiles, residual_tiles, strict=True):
             outputs.append(self._project(x_tile, residual_tile))
         return torch.cat(outputs).view_as(x)
 
-    def _project(self, x: Tensor, residual: Tensor) -> Tensor:
-        hidden = swiglu(project((self.gate_proj, self.up_proj), x))
+    def _project(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        hidden = self.activation(project((self.gate_proj, self.up_proj), x))
         return project((self.down_proj,), hidden, residual)
 
 
@@ -197,13 +254,19 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = config.kind(layer_idx).rope
+        self.input_layernorm = config.norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer_idx)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = config.norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None = None
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        context: AttentionContext,
+        tile: int | None = None,
     ) -> Tensor:
         """Returns the layer's output [B, T, C] for x [B, T, C]; `tile` is explained at MLP."""
         return self.feed_forward(self.attend(x, cos, sin, context=context), tile)
@@ -211,8 +274,8 @@ class Layer(nn.Module):
     def attend(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
         """Runs the layer's first half; returns x [B, T, C] plus the attention's output."""
@@ -229,15 +292,16 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        layer_class = config.layer or Layer
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = config.norm(config.hidden_size, config.rms_norm_eps)
 
 
 def run_layer(
     layer: Layer,
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     context: AttentionContext,
 ) -> Tensor:
     """Returns a layer's output [B, T, C], without activation checkpointing: autograd keeps its activations."""
@@ -256,6 +320,7 @@ class CausalLM(nn.Module):
         self.model = Trunk(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.ropes = {layer.rope: None for layer in self.model.layers}  # in a fixed order
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
         self.stream: LayerStream | None = None  # set by models.streaming
 
@@ -272,16 +337,40 @@ class CausalLM(nn.Module):
         Without a context the ids are independent rows, padded on the right. With one they are the tokens of a pack
         [1, N], of a prefill [1, N] or of a decode step [B, 1]. They may be on the host.
         """
+        x = self._embed(input_ids)
+        if context is None:
+            context = CausalRows(input_ids)
+        angles = {}
+        for rope in self.ropes:
+            angles[rope] = self._angles(context.positions, rope, x.dtype)
+        for layer in self.model.layers:
+            cos, sin = angles[layer.rope]
+            x = self.run_layer(layer, x, cos=cos, sin=sin, context=context)
+        x = self.model.norm(x)
+        if self.config.logits_scaling != 1:
+            x = x.div_(self.config.logits_scaling)  # here, because whoever needs logits applies the head to x
+        return x
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Returns the input of the first layer [B, T, C]."""
         embed_tokens = self.model.embed_tokens
         x = embed_tokens(input_ids.to(embed_tokens.weight.device, non_blocking=True))  # [B, T, C]
         if self.stream is not None:
             x = self.stream.upload(x)
-        if context is None:
-            context = CausalRows(input_ids)
-        cos, sin = rotary_angles(context.positions, self.config, x.dtype)
-        for layer in self.model.layers:
-            x = self.run_layer(layer, x, cos=cos, sin=sin, context=context)
-        return self.model.norm(x)
+        multiplier = self.config.embedding_multiplier
+        if self.config.rounds_multiplier:
+            multiplier = torch.tensor(multiplier, dtype=x.dtype).item()
+        return x if multiplier == 1 else x * multiplier
+
+    def _angles(
+        self,
+        positions: Tensor,
+        rope: Rope | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if rope is None:
+            return None, None
+        return rotary_angles(positions, rope, head_dim=self.config.head_dim, dtype=dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., V] of hidden states [..., C], in the weights' dtype."""

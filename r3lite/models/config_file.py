@@ -1,14 +1,17 @@
 """The `config.json` of a model folder: its family, and its sizes; what the network does not compute is refused."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
-from r3lite.models import bitsandbytes_weights, nf4
+from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, nf4
 from r3lite.models.causal_lm import ModelConfig, RopeScaling
+from r3lite.models.layer_kinds import unsupported
+from r3lite.models.text_part import is_whole, text_values
 
 # The upper limit of each size: far beyond any published model, and yet a model of it can be laid out without delay.
 SIZES = {
@@ -18,24 +21,46 @@ SIZES = {
 
 NF4 = "The only supported quantization is NF4, by bitsandbytes (*-bnb-4bit) or by r3lite."
 QUANTIZED = f"{bitsandbytes_weights.REMEDY} {NF4}"
-SLIDING = "r3lite supports full attention only; disable it if your rows are shorter than the window."
+SLIDING = "Layers of this model_type have no window; disable it if your rows are shorter than the window."
 ROPE = "Only llama3 is supported. Remove it from config.json to train within the original context length."
 
 
 @dataclass(frozen=True)
 class Family:
-    """Switches of the models of one `model_type`, which their `config.json` need not have."""
+    """The models of one `model_type`: what their `config.json` need not say, and what only theirs says."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int = 0  # if config.json has none; 0: hidden_size / num_attention_heads
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of a config.json that lacks them
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the only one, and its key
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    windows: bool = False  # its layers may have a window
+    # Adds what only this family's config.json has.
+    complete: Callable[[Record, ModelConfig], ModelConfig] | None = None
 
 
 FAMILIES = {
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True, head_dim=128),
+    "qwen2": Family(windows=True, qkv_bias=True, complete=layer_kinds.qwen),
+    "qwen3": Family(windows=True, qk_norm=True, head_dim=128, complete=layer_kinds.qwen),
     "llama": Family(),
-    "mistral": Family(),
+    "mistral": Family(windows=True, complete=layer_kinds.mistral),
+    "granite": Family(complete=granite.granite),
+    "granitemoehybrid": Family(complete=granite.granite_hybrid),
+    "smollm3": Family(windows=True, rope_theta=2e6, tie_word_embeddings=True, complete=layer_kinds.smollm3),
+    "gemma3_text": Family(
+        qk_norm=True,
+        head_dim=gemma.HEAD_DIM,
+        rope_theta=gemma.THETA,
+        tie_word_embeddings=True,
+        sizes=gemma.SIZES,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        rope_types=("default", "linear"),
+        windows=True,
+        complete=gemma.gemma3_text,
+    ),
 }
 
 
@@ -54,20 +79,23 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
     ropes = [record.record("rope_scaling"), record.record("rope_parameters")]
-    _check_supported(record, model_type, ropes)
-    sizes = {name: record.whole(name, None, low=1, high=limit) for name, limit in SIZES.items()}
+    family = FAMILIES[model_type]
+    _check_supported(record, family, ropes)
+    sizes = {}
+    for name, limit in SIZES.items():
+        sizes[name] = record.whole(name, family.sizes.get(name), low=1, high=limit)
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]  # Llama 1
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         raise record.wrong(missing[0], "a size")
-    family = FAMILIES[model_type]
+    longest = family.sizes.get("max_position_embeddings", 32_768)
     theta_record = next((rope for rope in ropes if "rope_theta" in rope), record)
     config = ModelConfig(
         **sizes,
         rms_norm_eps=record.number("rms_norm_eps", 1e-6, low=0, high=1, above=True),
-        rope_theta=theta_record.number("rope_theta", 10_000.0, low=0, high=1e12, above=True),
-        max_position_embeddings=record.whole("max_position_embeddings", 32_768, low=1),
-        tie_word_embeddings=record.flag("tie_word_embeddings", False),
+        rope_theta=theta_record.number("rope_theta", family.rope_theta, low=0, high=1e12, above=True),
+        max_position_embeddings=record.whole("max_position_embeddings", longest, low=1),
+        tie_word_embeddings=record.flag("tie_word_embeddings", family.tie_word_embeddings),
         head_dim=record.whole("head_dim", family.head_dim, high=1 << 12),
         rope_scaling=next((_scaling(rope) for rope in ropes if _rope_type(rope) == "llama3"), None),
         qkv_bias=family.qkv_bias,
@@ -83,7 +111,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     if config.head_dim % 2:  # rotary positions turn pairs of numbers
         raise record.error(f"head_dim is {config.head_dim}; it must be even")
-    return config
+    config = replace(config, is_text_part=is_whole(_file_record(folder).values))
+    return family.complete(record, config) if family.complete else config
 
 
 def _rope_type(rope: Record) -> str:
@@ -105,45 +134,46 @@ def _scaling(rope: Record) -> RopeScaling:
 
 
 def config_record(folder: str | Path) -> Record:
-    """Reads a folder's `config.json`."""
+    """Reads a folder's `config.json`, as that of its text part if the model also sees images."""
+    record = _file_record(folder)
+    return Record(text_values(record.values), record.source)
+
+
+def _file_record(folder: str | Path) -> Record:
     return read_record(Path(folder) / "config.json", "Copy config.json from the model's source.")
 
 
 def _check_supported(
     record: Record,
-    model_type: str,
+    family: Family,
     ropes: list[Record],
 ) -> None:
     """Raises R3LiteError if a config asks for something that the network does not compute."""
     quantization_fault = _quantization_fault(record.record("quantization_config").values)
-    sliding = record.flag("use_sliding_window", False) or "sliding_attention" in record.texts("layer_types", ())
-    if model_type == "mistral":  # whose window, of all families, needs no switch
-        sliding = sliding or "sliding_window" in record
-    activation = record.text("hidden_act", "silu")
+    sliding = record.flag("use_sliding_window", False) or layer_kinds.SLIDING in record.texts("layer_types", ())
+    activation_key, supported = family.activation
+    activation = record.text(activation_key, supported)
     rotary_share = record.number("partial_rotary_factor", 1)
-    rope_type = next((text for text in map(_rope_type, ropes) if text not in ("default", "llama3")), None)
+    rope_type = next((text for text in map(_rope_type, ropes) if text not in family.rope_types), None)
     bias = None
-    if model_type != "qwen2":
+    if not family.qkv_bias:
         bias = next((key for key in ("attention_bias", "mlp_bias") if record.flag(key, False)), None)
-    interleaved = record.flag("rope_interleaved", False)
-
-    def refuse(fault: str, remedy: str) -> None:
-        raise R3LiteError(f"{record.source.where}: {fault}", remedy, code="model-config-unsupported")
-
     if quantization_fault:
-        refuse(quantization_fault, QUANTIZED)
-    if sliding:
-        refuse("sliding-window attention is on (use_sliding_window, sliding_window, layer_types)", SLIDING)
-    if activation != "silu":
-        refuse(f"hidden_act is {shown(activation)}", "Only silu is supported.")
+        raise unsupported(record, quantization_fault, QUANTIZED)
+    if sliding and not family.windows:
+        fault = "sliding-window attention is on (use_sliding_window, sliding_window, layer_types)"
+        raise unsupported(record, fault, SLIDING)
+    if activation != supported:
+        raise unsupported(record, f"{activation_key} is {shown(activation)}", f"Only {supported} is supported.")
     if rope_type is not None:
-        refuse(f"rope scaling of type {shown(rope_type)} is set (rope_scaling, rope_parameters)", ROPE)
+        fault = f"rope scaling of type {shown(rope_type)} is set (rope_scaling, rope_parameters)"
+        raise unsupported(record, fault, ROPE)
     if rotary_share != 1:
-        refuse(f"partial_rotary_factor is {rotary_share:g}", "Only 1 is supported.")
-    if interleaved:
-        refuse("rope_interleaved is true", "Only false is supported.")
+        raise unsupported(record, f"partial_rotary_factor is {rotary_share:g}", "Only 1 is supported.")
+    if record.flag("rope_interleaved", False):
+        raise unsupported(record, "rope_interleaved is true", "Only false is supported.")
     if bias:
-        refuse(f"{bias} is true", f"Only false is supported for {model_type}.")
+        raise unsupported(record, f"{bias} is true", f"Only false is supported for {record.text('model_type')}.")
 
 
 def _quantization_fault(quantization: dict[str, Any]) -> str | None:

@@ -1,7 +1,11 @@
-"""Layer functions that keep for the backward pass only what they were given: norm, SwiGLU, rotary positions.
+"""Layer functions that keep for the backward pass only what they were given: norm, gated activations, rotary positions.
 
 Autograd by itself keeps or makes several copies of each one's input, in fp32 for the norm.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,27 +15,37 @@ from torch.autograd.function import once_differentiable
 # The norm is an operator of its own, because CUDA has a kernel for all of it, forward and backward, and a CPU has not:
 # there it is a dozen operations, which autograd would keep too much of. PyTorch calls the one of the tensor's device.
 OPERATORS = torch.library.Library("r3lite", "DEF")
-OPERATORS.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+OPERATORS.define("rms_norm(Tensor x, Tensor weight, float eps, float offset=0.) -> (Tensor, Tensor)")
 OPERATORS.define(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool trains) -> (Tensor, Tensor)"
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, bool trains, float offset=0.)"
+    " -> (Tensor, Tensor)"
 )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+) -> Tensor:
     """Returns the root-mean-square norm (arXiv 1910.07467) of x [..., C] with weight [C], computed in fp32.
 
-    Residual activations of Qwen2.5 reach about 8,000; their squares do not fit in fp16.
+    Residual activations of Qwen2.5 reach about 8,000; their squares do not fit in fp16. The `offset` is added to the
+    weight in fp32: in Gemma it is 1, and weights lie around 0, where 16 bits have finer steps.
     """
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)
-    return torch.ops.r3lite.rms_norm(x, weight, eps)[0]
+        return _RMSNorm.apply(x, weight, eps, offset)
+    return torch.ops.r3lite.rms_norm(x, weight, eps, offset)[0]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up (arXiv 2002.05202) [..., W] of gate and up, side by side [..., 2 W]."""
-    if torch.is_grad_enabled():
-        return _SwiGLU.apply(gate_up)
-    return _swiglu(gate_up)
+    return _gated(gate_up, SILU)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Returns gelu(gate) * up (arXiv 2002.05202) [..., W] of gate and up [..., 2 W], gelu by its tanh approximation."""
+    return _gated(gate_up, GELU)
 
 
 def rotate_(
@@ -53,10 +67,13 @@ def plain_rms_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the norm of x in its dtype, and 1 / rms(x) [..., 1] in fp32."""
     x_fp32 = x.float()
     scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (x_fp32 * scale).mul_(weight.float() + offset).to(x.dtype), scale
     return (x_fp32 * scale).to(x.dtype) * weight, scale
 
 
@@ -66,6 +83,7 @@ def _norm_backward(
     weight: Tensor,
     scale: Tensor,
     trains: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients with respect to x and, if it trains, to the weight; else the second one is empty."""
     x_fp32 = x.clone() if x.dtype == torch.float32 else x.float()  # x itself must stay: another backward may read it
@@ -74,7 +92,10 @@ def _norm_backward(
     if trains:
         grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0)
         grad_weight = grad_weight.to(weight.dtype)
-    grad = grad.float() * weight.float()
+    factor = weight.float()
+    if offset:
+        factor = factor + offset
+    grad = grad.float() * factor
     along = torch.linalg.vecdot(grad, normalized)[..., None] / x.shape[-1]  # [..., 1]
     grad_x = grad.sub_(normalized.mul_(along)).mul_(scale)
     return grad_x.to(x.dtype), grad_weight
@@ -84,8 +105,22 @@ def _norm_cuda(
     x: Tensor,
     weight: Tensor,
     eps: float,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
+    if offset:  # the kernel takes weights in x's dtype only, in which the sum would be rounded
+        normalized, scale = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+        return _times_shifted(normalized, weight, offset), scale
     return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def _times_shifted(
+    x: Tensor,
+    weight: Tensor,
+    offset: float,
+) -> Tensor:
+    """Returns x (offset + weight), rounded once to x's dtype."""
+    assert offset == 1, "one kernel computes x + x weight"
+    return torch.addcmul(x, x, weight.to(x.dtype))
 
 
 def _norm_backward_cuda(
@@ -94,7 +129,16 @@ def _norm_backward_cuda(
     weight: Tensor,
     scale: Tensor,
     trains: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
+    if offset:
+        grad_weight = weight.new_empty(0)
+        if trains:
+            normalized = x.float() * scale
+            grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = _times_shifted(grad.contiguous(), weight, offset)
+        grad_x, _ = torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[-1:], scale, None, [True, False])
+        return grad_x, grad_weight
     grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
         grad.contiguous(),
         x,
@@ -122,44 +166,74 @@ class _RMSNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         eps: float,
+        offset: float,
     ) -> Tensor:
-        out, scale = torch.ops.r3lite.rms_norm(x, weight, eps)
+        out, scale = torch.ops.r3lite.rms_norm(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         trains = ctx.needs_input_grad[1]  # not in a frozen base; checkpoints/make_tiny.py trains all weights
         x, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = torch.ops.r3lite.rms_norm_backward(grad, x, weight, scale, trains)
+        grad_x, grad_weight = torch.ops.r3lite.rms_norm_backward(grad, x, weight, scale, trains, ctx.offset)
         if not trains:
-            return grad_x, None, None
-        return grad_x, grad_weight, None
+            return grad_x, None, None, None
+        return grad_x, grad_weight, None, None
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+class _Activation(NamedTuple):
+    """The activation of a gate and its derivative, each once with a new tensor and once with one that is there."""
+
+    of: Callable[[Tensor], Tensor]
+    write: Callable[..., Tensor]  # (gate, out=)
+    write_backward: Callable[..., Tensor]  # (grad, gate, grad_input=)
+
+
+aten = torch.ops.aten
+SILU = _Activation(
+    of=F.silu,
+    write=aten.silu.out,
+    write_backward=aten.silu_backward.grad_input,
+)
+GELU = _Activation(
+    of=partial(F.gelu, approximate="tanh"),
+    write=partial(aten.gelu.out, approximate="tanh"),
+    write_backward=partial(aten.gelu_backward.grad_input, approximate="tanh"),
+)
+
+
+def _gated(gate_up: Tensor, activation: _Activation) -> Tensor:
+    if torch.is_grad_enabled():
+        return _Gated.apply(gate_up, activation)
+    return _product(gate_up, activation)
+
+
+def _product(gate_up: Tensor, activation: _Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return activation.of(gate).mul_(up)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx, gate_up: Tensor, activation: _Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up)
+        ctx.activation = activation
+        return _product(gate_up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, dim=-1)
         torch.mul(grad, up, out=grad_gate)
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
-        return grads
+        ctx.activation.write_backward(grad_gate, gate, grad_input=grad_gate)
+        ctx.activation.write(gate, out=grad_up).mul_(grad)
+        return grads, None
 
 
 def _rotate_(

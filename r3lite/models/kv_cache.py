@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import ALIGNMENT, causal_masks, grouped_attention
+from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
 from r3lite.models.causal_lm import CausalLM
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
@@ -24,7 +24,6 @@ class _RowPart(NamedTuple):
     row: int
     share: slice  # of the prefill's N tokens
     length: int  # of the row, with these tokens
-    mask: Tensor | None
 
 
 class Prefill:
@@ -47,15 +46,14 @@ class Prefill:
         self.tokens = torch.tensor([tokens])  # [1, N], on the host
         self.positions = torch.tensor([positions]).to(cache.device, non_blocking=True)  # [1, N]
         cache.reserve(max(cached_length + T for cached_length, T in stretches))
-        masks = causal_masks(stretches, cache.device, cache.dtype)
+        self.masks = StretchMasks(stretches)
         self.parts: list[_RowPart] = []
         first = 0
-        for (row, _), (cached_length, T), mask in zip(additions, stretches, masks):
+        for (row, _), (cached_length, T) in zip(additions, stretches):
             part = _RowPart(
                 row=row,
                 share=slice(first, first + T),
                 length=cached_length + T,
-                mask=mask,
             )
             self.parts.append(part)
             cache.lengths[row] = part.length
@@ -66,14 +64,17 @@ class Prefill:
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]. Writes kv to the cache."""
         outputs = []
-        for row, share, length, mask in self.parts:
+        masks = self.masks.of(window, q)
+        for (row, share, length), mask in zip(self.parts, masks, strict=True):
             new_tokens = share.stop - share.start
             cached = self.cache.blocks[layer][row : row + 1, :, :length]  # [1, 2 K, S, D], a view
             cached[:, :, -new_tokens:] = kv[:, :, share]
-            outputs.append(grouped_attention(q[:, :, share], cached, mask))
+            outputs.append(grouped_attention(q[:, :, share], cached, mask, scale=scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -87,26 +88,41 @@ class Decode:
         self.cache = cache
         self.positions = positions  # [B, 1]
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
-        aligned = used + -used % ALIGNMENT
-        is_later = cache.counting[:aligned] > positions[:, None, :, None]
-        mask = torch.where(is_later, cache.masked_score, cache.visible_score)
-        self.mask = mask[..., :used]  # [B, 1, 1, S]
+        self.used = used
+        self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
+        if window is not None and window >= self.used:
+            window = None
+        if window not in self.masks:
+            positions = self.positions[:, None]  # [B, 1, 1]
+            if window is not None:
+                # A row that pads a graph writes to the last slot. It must see a key: a softmax of none is no number.
+                positions = positions.clamp(max=self.used - 1)
+            aligned = self.used + -self.used % ALIGNMENT
+            is_masked = masked_keys(positions, self.cache.counting[:aligned], window)
+            mask = torch.where(is_masked, self.cache.masked_score, self.cache.visible_score)
+            self.masks[window] = mask[..., : self.used]
+        return self.masks[window]
 
     def attend(
         self,
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
         B, K2, _, D = kv.shape
         cached = self.cache.blocks[layer][:B]
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
         cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, 1, 2 K, D]
-        k, v = cached[:, :, : self.mask.shape[-1]].chunk(2, dim=1)  # [B, K, S, D]
+        k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
         # The queries that share a key head are laid end to end, so that the cache is never copied.
         q = q.reshape(B, K2 // 2, -1, D)  # [B, K, H / K, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(window), scale=scale)
         return out.reshape(B, 1, -1)
 
 

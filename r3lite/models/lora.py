@@ -17,9 +17,10 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record, shown
-from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch
+from r3lite.models.projections import ADAPTED, PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch, of_model
 from r3lite.models.stacks import side_by_side, stacked, stacks
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
+from r3lite.models.text_part import ADAPTER, NO_ADAPTER, TEXT_ADAPTER
 from r3lite.models.weights import FINGERPRINT
 
 CONFIG = "adapter_config.json"
@@ -68,7 +69,7 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     switch = switch_of(model)
     outer_stacks = switch.stacks
     switch.stacks = {}
-    paths = [path for path, _ in _targets(model, PROJECTIONS)]
+    paths = [path for path, _ in _targets(model, ADAPTED)]
     try:
         model_stacks = []
         for stack_paths in stacks(paths):
@@ -114,15 +115,16 @@ def add_adapter(
 ) -> None:
     """Adds a new trainable adapter, which changes nothing yet: A is Kaiming-uniform as in peft, B is zero.
 
-    It is not switched on. The same seed gives the same weights on every device. Raises R3LiteError for a target that
-    is not one of the seven projections.
+    It is not switched on. The same seed gives the same weights on every device. A layer of the model that is several
+    projections in one is adapted if one of them is a target. Raises R3LiteError for a target that is not one of the
+    seven projections.
     """
     _check_targets(targets, "lora_targets")
     config = LoraConfig(
         r=r,
         alpha=alpha,
         dropout=dropout,
-        targets=tuple(projection for projection in PROJECTIONS if projection in targets),
+        targets=of_model(targets, _projection_names(model)),
         rslora=rslora,
     )
     generator = torch.Generator().manual_seed(seed)
@@ -199,6 +201,8 @@ def save_adapter(
     metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
     tensors = {}
     for key, parameter in adapter_parameters(model, name).items():
+        if model.config.is_text_part:
+            key = key.replace(ADAPTER, TEXT_ADAPTER, 1)
         tensors[key] = parameter.to(dtype or parameter.dtype)
     write_tensors(folder / WEIGHTS, tensors, metadata)
     record = {
@@ -216,6 +220,8 @@ def save_adapter(
         "use_dora": False,
         "use_rslora": config.rslora,
     }
+    if model.config.is_text_part:
+        record["exclude_modules"] = NO_ADAPTER
     write_json(folder / CONFIG, record)
 
 
@@ -232,7 +238,9 @@ def load_adapter(
     folder = adapter_folder(folder)
     record = read_record(folder / CONFIG, REMEDY)
     _check_supported(record)
-    tensors = read_tensors(folder / WEIGHTS, REMEDY)
+    tensors = {}
+    for key, tensor in read_tensors(folder / WEIGHTS, REMEDY).items():
+        tensors[key.replace(TEXT_ADAPTER, ADAPTER, 1)] = tensor
     config = _parse_config(record, tensors)
     _check_layers(record, model, tensors)
     shapes = _shapes(model, config)
@@ -284,7 +292,7 @@ def add_mean(
     parameters = [adapter_parameters(model, member) for member in members]
     rank = sum(config.r for config in configs)
     all_targets = {target for config in configs for target in config.targets}
-    targets = tuple(projection for projection in PROJECTIONS if projection in all_targets)
+    targets = of_model(all_targets, _projection_names(model))
     mean = LoraConfig(r=rank, alpha=configs[0].scale * rank, targets=targets)
     tensors = {}
     for path, linear in _targets(model, targets):
@@ -386,7 +394,7 @@ def _parse_config(record: Record, tensors: Iterable[str]) -> LoraConfig:
         r=record.whole("r", low=1, high=1 << 20),
         alpha=record.number("lora_alpha", low=0, high=1e6, above=True),
         dropout=dropout,
-        targets=tuple(projection for projection in PROJECTIONS if projection in adapted),
+        targets=tuple(name for name in ADAPTED if name in adapted),
         rslora=record.flag("use_rslora", False),
     )
 
@@ -426,6 +434,11 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Lin
             base = module.base if isinstance(module, LoraLinear) else module
             layers.append((path, base))
     return layers
+
+
+def _projection_names(model: nn.Module) -> set[str]:
+    """Returns the names of the layers that may have an adapter."""
+    return {path.rpartition(".")[2] for path, _ in _targets(model, ADAPTED)}
 
 
 def _key(path: str, side: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import causal_masks, grouped_attention
+from r3lite.models.attention import StretchMasks, grouped_attention
 from r3lite.models.causal_lm import CausalLM
 
 GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
@@ -25,7 +25,6 @@ class Segment:
 
     size: int  # tokens
     ancestors: tuple[int, ...]  # the segments on the way from the root, by their numbers
-    mask: Tensor | None  # [size, the ancestors' sizes + size], added to scores; None: causal, it has no ancestors
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,12 @@ class Pack:
     tokens: Tensor  # [1, N], on the host
     positions: Tensor  # [1, N]
     segments: list[Segment]
+    masks: StretchMasks  # of the segments
     places: list[list[int]]  # for each row, where its tokens are among the N
 
     @staticmethod
-    def of(
-        rows: Sequence[Sequence[int]],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> "Pack":
-        """Packs rows of token ids; `dtype` is that of the queries that will attend."""
+    def of(rows: Sequence[Sequence[int]], device: torch.device) -> "Pack":
+        """Packs rows of token ids."""
         order, shared = _sorted(rows)
         tokens: list[int] = []
         positions: list[int] = []
@@ -76,19 +72,24 @@ class Pack:
         if rows:
             lay_out(0, len(rows), depth=0, path=())
         stretches = [(positions[span.start], len(span)) for span in spans]
-        masks = causal_masks(stretches, device, dtype)
-        segments = []
-        for span, path, mask in zip(spans, ancestors, masks, strict=True):
-            segments.append(Segment(size=len(span), ancestors=path, mask=mask))
+        segments = [Segment(size=len(span), ancestors=path) for span, path in zip(spans, ancestors, strict=True)]
         # From the host without waiting for what the device is still doing.
         positions_on_device = torch.tensor([positions]).to(device, non_blocking=True)
-        return Pack(tokens=torch.tensor([tokens]), positions=positions_on_device, segments=segments, places=places)
+        return Pack(
+            tokens=torch.tensor([tokens]),
+            positions=positions_on_device,
+            segments=segments,
+            masks=StretchMasks(stretches),
+            places=places,
+        )
 
     def attend(
         self,
         layer: int,
         q: Tensor,
         kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
         # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
@@ -96,12 +97,13 @@ class Pack:
         queries = q.split(sizes, dim=2)
         keys_values = kv.split(sizes, dim=2)
         outputs = []
+        masks = self.masks.of(window, q)
         for i, segment in enumerate(self.segments):
             if segment.ancestors:
                 visible = torch.cat([keys_values[j] for j in (*segment.ancestors, i)], dim=2)
             else:
                 visible = keys_values[i]
-            outputs.append(grouped_attention(queries[i], visible, segment.mask))
+            outputs.append(grouped_attention(queries[i], visible, masks[i], scale=scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ def states_before(
 
     Returns the states [n, C] that predict the tokens that the rows' masks select, and these tokens [n].
     """
-    pack = Pack.of(rows, model.head_weight.device, model.head_weight.dtype)
+    pack = Pack.of(rows, model.head_weight.device)
     places, tokens = pack.predicted(masks)
     return states_at(model(pack.tokens, pack), places), tokens
 

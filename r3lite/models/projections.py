@@ -6,7 +6,7 @@ So the weights of STACKS are laid one after another in memory, where each still 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,10 +22,25 @@ from r3lite.models.nf4 import Nf4Weight, dequantize
 from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Layers of some families that are several of these in one (models/granite.py); PEFT knows them by these names.
+JOINT = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
+ADAPTED = (*PROJECTIONS, *JOINT)  # all layers that may have an adapter
 # Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
 # 12 to 22 us instead of 31 to 63, 8 rows in 28 to 62 instead of 50 to 65 (two cores with bf16, Qwen2.5-0.5B's shape,
 # r=8).
 FEW_ROWS = 8
+
+
+def separate(names: Iterable[str]) -> set[str]:
+    """Returns the names of PROJECTIONS that names of ADAPTED mean."""
+    return {projection for name in names for projection in JOINT.get(name, (name,))}
+
+
+def of_model(targets: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of a model's `names` of layers that have a part in `targets`, in the order of ADAPTED."""
+    wanted = separate(targets)
+    present = set(names)
+    return tuple(name for name in ADAPTED if name in present and wanted & separate([name]))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ Owns the names and spellings of published checkpoints. All it knows of adapters 
 a checkpoint.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +26,13 @@ from r3lite.core.files import GGUF_POINTER, shipped
 from r3lite.models import bitsandbytes_weights, gguf_folder, hub_folder, nf4
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import SIZES, quant_method, read_config
+from r3lite.models.gguf_files import GgufTensors
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.stacks import StackMemory
 from r3lite.models.streaming import EMBEDDING, HEAD, HostLayers, LayerStream
-from r3lite.models.tensor_files import INDEX, SINGLE, SOURCE, indexed_files, opened
+from r3lite.models.tensor_files import INDEX, SINGLE, SOURCE, indexed_files
+from r3lite.models.tensor_files import opened as opened_whole
+from r3lite.models.text_part import TextTensors, text_name
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Written by old exporters; computed here.
@@ -37,6 +42,14 @@ OPENED_FOR = 8  # tensors that are read from a file while it is open
 COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
 MISMATCH = "Get config.json and the weights from the same model."
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[safe_open | GgufTensors | TextTensors]:
+    """Opens a file of weights; of a model that also sees images, its text part."""
+    with opened_whole(path) as file:
+        has_other_names = any(text_name(name) != name for name in file.keys())  # noqa: SIM118 (not a dictionary)
+        yield TextTensors(file) if has_other_names else file
 
 
 def resolve_folder(model: str) -> Path:
@@ -144,6 +157,8 @@ def load_model(
     """
     folder = Path(folder)
     config = model_config(folder)
+    if config.is_text_part:
+        print(f"{folder.name}: only the text part is loaded, without the model's vision", file=sys.stderr)
     places = tensor_places(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in places:  # checked before a thousand layers are laid out, which takes a while

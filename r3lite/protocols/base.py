@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from r3lite.core.answer_match import split_words
+from r3lite.core.answer_match import split_words, stands_in
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
 TURN_CUT_OFF = "cut_off"  # of a step; an episode that ends with it has the same name in `finish`
 ANSWER_WAS_FORCED = "answer_was_forced"
 NO_ROOM = "no_room"
+COPIED_EXAMPLE = "copied_example"
 # Faults of every protocol that searches.
 BLANK_QUERY = "blank_query"
 REPEATED_QUERY = "repeated_query"
@@ -25,6 +26,7 @@ LAYOUT_FAULTS = {
     TURN_CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
     NO_ROOM: "has no room for documents",
+    COPIED_EXAMPLE: "answers with words of the prompt's worked example",
 }
 # Faults of protocols whose steps have a query or an answer.
 STEP_FAULTS = {
@@ -120,6 +122,12 @@ class Protocol(ABC):
     def shots(self) -> list[dict[str, str]]:
         """The messages of the worked example before `opening`."""
         return self._messages[:-1]
+
+    def copies_example(self, answer: str, context: str) -> bool:
+        """Returns whether an answer stands in the worked example, and not in the `context`: the question and what was
+        retrieved for it."""
+        example = " ".join(message["content"] for message in self.shots)
+        return stands_in(answer, example) and not stands_in(answer, context)
 
     @cached_property
     def _messages(self) -> list[dict[str, str]]:

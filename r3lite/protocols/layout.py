@@ -133,6 +133,7 @@ class Layout:
         hops = sum(bool(earlier_step.searches) for earlier_step in transcript.steps)
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
+            step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
             transcript.finish = ANSWERED
         elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
@@ -172,10 +173,23 @@ class Layout:
             transcript.finish = MALFORMED
         else:
             answer = step.answer
+            faults += self._faults_of_answer(answer, transcript)
             transcript.finish = ANSWERED
         transcript.forced_step = awaiting
         transcript.awaiting_answer = None
         transcript.add_step(Step(awaiting.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
+
+    def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
+        """Returns the fault of an answer that was copied from the worked example; nothing otherwise.
+
+        A model that was not trained on the format does that, and what it copies looks like an answer.
+        """
+        texts = [transcript.question.text]
+        for step in transcript.steps:
+            texts += [f"{document.title} {document.text}" for document in step.documents]
+        if self.protocol.copies_example(answer, "\n".join(texts)):
+            return [base.COPIED_EXAMPLE]
+        return []
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
         """Appends the documents of the pending queries, one list per query; forces an answer if none fit."""

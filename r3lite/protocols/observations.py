@@ -70,6 +70,8 @@ class Observations:
         question = transcript.question
         observation = self.protocol.observation(self.protocol.quoted(question.text), steps)
         if not transcript.tokens:
+            if question.procedure:
+                observation = f"{question.procedure}\n\n{observation}"
             return self.tokenizer.open_chat(observation, self.protocol.system, question.earlier)
         return self.of_text(observation)
 

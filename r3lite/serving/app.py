@@ -72,17 +72,7 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     async def show() -> Response:
         return HTMLResponse(page, headers=security)
 
-    @app.get("/api/health")
-    async def health() -> dict[str, Any]:
-        active = desk.places.taken.total()
-        return {
-            "status": "ok",
-            "modes": desk.modes,
-            "notes": desk.worker.answering.notes,
-            "adapters": desk.adapters,
-            "needs_token": token is not None,
-            "requests": {"active": active, "free": limits.max_requests - active},
-        }
+    add_descriptions(app, desk, needs_token=token is not None, max_requests=limits.max_requests)
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:
@@ -115,6 +105,27 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     app.include_router(routes_of(desk))
     return app
+
+
+def add_descriptions(app: FastAPI, desk: Desk, needs_token: bool, max_requests: int) -> None:
+    """Adds the routes that describe the server: its state to everybody, and what it serves to who may ask it."""
+
+    @app.get("/api/health")
+    async def health() -> dict[str, Any]:
+        active = desk.places.taken.total()
+        return {
+            "status": "ok",
+            "modes": desk.modes,
+            "notes": desk.worker.answering.notes,
+            "missing": desk.worker.answering.missing,
+            "adapters": desk.adapters,
+            "needs_token": needs_token,
+            "requests": {"active": active, "free": max_requests - active},
+        }
+
+    @app.get("/api/about")
+    async def about() -> dict[str, Any]:
+        return desk.worker.answering.about
 
 
 def add_errors(app: FastAPI) -> None:

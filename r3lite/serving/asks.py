@@ -76,6 +76,8 @@ class Answering(Protocol):
     modes: dict[str, str]  # of those that can be asked in, the adapter
     adapters: list[str]
     notes: dict[str, str]  # by mode, what a person should know who chooses it
+    missing: dict[str, str]  # by mode that cannot be asked in, why
+    about: dict[str, Any]  # `model`, `adapters`, `documents`: what is served, by name; `examples`: questions
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
         """Returns the ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is

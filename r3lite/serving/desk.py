@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Ask, Message, Refusal, ServedAnswer
+from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.routing import route
 from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
@@ -142,9 +142,9 @@ class Desk:
         if not text.strip():
             raise Refusal(400, "empty", "The question is empty.")
         if mode == AUTO:
-            mode = route(text, self.modes)
+            mode = route(text, self._learned_modes())
         if mode not in self.modes:
-            problem = "This server cannot search" if mode in MODES else f"Unknown mode {mode[:40]!r}"
+            problem = self.worker.answering.missing.get(mode) or f"Unknown mode {mode[:40]!r}"
             raise Refusal(400, "unknown_mode", f"{problem}; choose from {', '.join((*self.modes, AUTO))}.")
         if adapter is not None and adapter not in self.adapters:
             names = ", ".join(self.adapters)
@@ -157,6 +157,11 @@ class Desk:
             conversation=conversation,
             retry=retry,
         )
+
+    def _learned_modes(self) -> list[str]:
+        """Returns the modes without reasoning if there is a note on it, which says that no adapter has learned it."""
+        notes = self.worker.answering.notes
+        return [mode for mode in self.modes if mode != "reasoning" or mode not in notes]
 
     async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | ServedAnswer, None]:
         """Yields `{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.

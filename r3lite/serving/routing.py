@@ -30,13 +30,14 @@ QUESTION = re.compile(
 def route(text: str, modes: Collection[str]) -> str:
     """Returns the mode of `modes` that fits a question.
 
-    Small talk and what is to be written go to chat, sums and suppositions to reasoning, other questions to search (to
-    reasoning if there is no search), all else to chat.
+    Small talk and what is to be written go to chat, sums and suppositions to reasoning, other questions to search, all
+    else to chat. If there is no such mode, the next of search, reasoning and chat takes its place.
     """
     if SMALL_TALK.search(text) or WRITING.search(text):
         return "chat"
+    order = ["chat"]
     if REASONING.search(text):
-        return "reasoning"
-    if QUESTION.search(text):
-        return "search" if "search" in modes else "reasoning"
-    return "chat"
+        order = ["reasoning", "search", "chat"]
+    elif QUESTION.search(text):
+        order = ["search", "reasoning", "chat"]
+    return next(mode for mode in order if mode in modes)

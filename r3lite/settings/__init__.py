@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from r3lite.core.needs import NeedsOthers, names_of
 from r3lite.settings.commands import (
+    AnswerSettings,
     AskSettings,
     CardSettings,
     CheckFormatSettings,
@@ -29,7 +30,14 @@ from r3lite.settings.commands import (
 )
 from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.conditions import loads_model
-from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
+from r3lite.settings.data import (
+    CollectDataSettings,
+    DataSettings,
+    NewQuestionSettings,
+    QuestionSettings,
+    SourceSettings,
+    TrajectorySettings,
+)
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
@@ -145,10 +153,10 @@ class CollectConfig(SamplingConfig):
     """Writes trajectories for SFT, one JSON object per line: question, steps with documents, answer.
 
     --source gold makes them from questions with decompositions or supporting facts (MuSiQue, HotpotQA,
-    2WikiMultiHopQA), without a model. --source teacher samples them from --judge-model, of Gemini or, with --judge
-    openai, of another server; the API key is read from the environment. --source self samples them from --model with
-    --adapter. --baseline rag instead writes conversations that teach plain RAG; --teacher-logprobs the token
-    distributions of --model for existing trajectories.
+    2WikiMultiHopQA), without a model. --source documents makes the questions, too, from an index or a corpus. --source
+    teacher samples them from --judge-model, of Gemini or, with --judge openai, of another server; the API key is read
+    from the environment. --source self samples them from --model with --adapter. --baseline rag instead writes
+    conversations that teach plain RAG; --teacher-logprobs the token distributions of --model for existing trajectories.
     """
 
     needs: ClassVar = (
@@ -179,7 +187,7 @@ class CollectConfig(SamplingConfig):
         NeedsOthers("judge", "--source teacher", lambda s: s.source == "teacher"),
     )
 
-    data: NewQuestionSettings = NewQuestionSettings()
+    data: CollectDataSettings = CollectDataSettings()
     collect: CollectSettings = CollectSettings()
     judge: JudgeSettings = JudgeSettings()
     cache: TeacherCacheSettings = TeacherCacheSettings()
@@ -225,8 +233,9 @@ class EvaluateConfig(SamplingConfig):
 class AskConfig(SamplingConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
-    Prints the reasoning as it is sampled, the documents found by each query, and the answer. Ctrl-C stops an answer; at
-    the prompt it exits. Model, format and prompts are those of the adapter's run, the encoder is the index's.
+    Prints the reasoning as it is sampled, the documents found by each query, and the answer. Without --adapter the
+    model answers by plain RAG (--steps). Ctrl-C stops an answer; at the prompt it exits. Model, format and prompts are
+    those of the adapter's run, the encoder is the index's.
     """
 
     needs: ClassVar = (
@@ -234,6 +243,7 @@ class AskConfig(SamplingConfig):
     )
 
     ask: AskSettings = AskSettings()
+    answers: AnswerSettings = AnswerSettings()
     procedures: ProcedureSettings = ProcedureSettings()
 
 
@@ -247,6 +257,7 @@ class ServeConfig(SamplingConfig):
 
     server: ServerSettings = ServerSettings()
     modes: ModeSettings = ModeSettings()
+    answers: AnswerSettings = AnswerSettings()
     limits: LimitSettings = LimitSettings()
     procedures: ProcedureSettings = ProcedureSettings()
 

@@ -21,7 +21,7 @@ from r3lite.core.config import (
 )
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.conditions import follows_sub_questions, tunes_adapter
+from r3lite.settings.conditions import follows_sub_questions, is_gold, tunes_adapter
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 from r3lite.settings.protocol import Format
@@ -89,8 +89,8 @@ class CollectSettings(Section):
         Needs("baseline", "--source gold", lambda s: s.source == "gold"),
         NeedsOthers(
             "demonstrations",
-            "--source gold without --baseline, and a --format other than dag and solution",
-            lambda s: s.source == "gold" and s.baseline == "none" and s.format not in ("dag", "solution"),
+            "--source gold or documents without --baseline, and a --format other than dag and solution",
+            lambda s: is_gold(s) and s.format not in ("dag", "solution"),
         ),
         NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
         NeedsOthers(
@@ -99,14 +99,16 @@ class CollectSettings(Section):
             lambda s: s.source == "teacher" or follows_sub_questions(s),
         ),
         Needs("attempts", "--source teacher", lambda s: s.source == "teacher"),
-        Needs("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
+        Needs("min_f1", "--source teacher or self", lambda s: s.source in ("teacher", "self")),
         Needs("num_generations keep", "--source self", lambda s: s.source == "self"),
+        Needs("test_share", "--source documents", lambda s: s.source == "documents"),
     )
 
-    source: Basic[Literal["gold", "teacher", "self"]] = "gold"
+    source: Basic[Literal["gold", "documents", "teacher", "self"]] = "gold"
     """where trajectories come from. gold: from the data set's decompositions or supporting facts, up to --max-hops
-    hops; teacher: sampled from --judge-model; self: sampled from --model with --adapter. The last two reject wrong and
-    malformed trajectories, and continue an earlier run with the same settings and --output"""
+    hops; documents: the same, of questions that are made from --index or --corpus and written beside --output; teacher:
+    sampled from --judge-model; self: sampled from --model with --adapter. The last two reject wrong and malformed
+    trajectories, and continue an earlier run with the same settings and --output"""
     baseline: Basic[Literal["none", "rag"]] = "none"
     """rag: conversations that teach plain RAG, instead of trajectories. They have the prompt of `evaluate --baseline
     rag` (so pass its --top-k and limits) and the gold answer as the reply; --model is the one to train (--source
@@ -128,6 +130,8 @@ class CollectSettings(Section):
     """episodes sampled per question"""
     keep: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 2
     """maximum trajectories kept per question: the shortest with different queries"""
+    test_share: Fraction = 0.2
+    """share of the documents whose questions are only for testing, in a file of their own (documents)"""
 
 
 class TeacherCacheSettings(Section):
@@ -234,6 +238,15 @@ class TuningSettings(Section):
     """maximum questions of --data, sampled anew in each round, to find failures of each prompt of the beam"""
     shown_failures: Few = 4
     """failed episodes (a wrong answer or none) shown in one critique"""
+
+
+class AnswerSettings(Section):
+    """Answers."""
+
+    steps: Basic[Literal["auto", "on", "off"]] = "auto"
+    """whether to answer in steps of --format. off: by plain RAG, that is one search for the question and a short answer
+    in an ordinary chat, as `evaluate --baseline rag` does; auto: in steps if r3lite has trained the model or its
+    adapter"""
 
 
 class AskSettings(Section):

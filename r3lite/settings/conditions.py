@@ -85,9 +85,14 @@ def has_network(s: CommandSettings) -> bool:
     return encodes(s) and s.encoder != "hashing"
 
 
+def is_gold(s: CommandSettings) -> bool:
+    """Tells whether trajectories are made from gold decompositions."""
+    return s.source in ("gold", "documents") and s.baseline == "none"
+
+
 def follows_sub_questions(s: CommandSettings) -> bool:
     """Tells whether gold trajectories follow the decompositions; see datasets/demonstrations.py."""
-    if s.source != "gold" or s.baseline != "none":
+    if not is_gold(s):
         return False
     return s.demonstrations == "sub-questions" or s.format in ("dag", "solution")
 

@@ -3,10 +3,11 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from r3lite.core.config import MOST, Basic, Count, InputPath, Required, Section
 from r3lite.core.errors import UsageError, nearest
+from r3lite.core.needs import NeedsOthers
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
@@ -55,6 +56,16 @@ class NewQuestionSettings(QuestionSettings):
     exclude: Annotated[tuple[str, ...] | None, DATA_FILE] = None
     """comma-separated files whose questions are left out, matched by id and by text: those to evaluate on, and those
     that the adapter was trained on, whose answers it may have memorized"""
+
+
+class CollectDataSettings(NewQuestionSettings):
+    """Data."""
+
+    needs: ClassVar = (
+        NeedsOthers("data exclude", "a --source other than documents", lambda s: s.source != "documents"),
+    )
+
+    data: Basic[Annotated[str | None, DATA_FILE]] = None
 
 
 class TrajectorySettings(DataSettings):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import ANY, Basic, Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.config import ANY, Basic, Bounds, Count, InputPath, Positive, Section, UsageError, Whole
 from r3lite.core.listening import is_loopback
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import has_search
@@ -64,6 +64,9 @@ class ModeSettings(Section):
     chat_style: Literal["auto", "plain", "answer"] = "auto"
     """plain: chat without the step format; answer: the final answer of a step, without the steps before it; auto: plain
     for the base model, answer for adapters, which were trained on the format"""
+    examples: Annotated[str | None, InputPath()] = None
+    """question file whose first questions the page offers as examples; default: that of the adapter's run, if it is
+    still there"""
     memory_turns: Whole = 10
     """earlier questions of a conversation, with their answers, given to the model with the next question"""
     memory_modes: tuple[Literal["chat", "reasoning", "search"], ...] = ("chat",)

@@ -71,21 +71,18 @@ def test_logits_in_16_bits_fail_that_are_not_the_cpus(monkeypatch, size):
 
 
 def test_a_cache_fails_whose_documents_see_what_comes_after_them(monkeypatch):
-    masks = kv_cache.causal_masks
-    monkeypatch.setattr(
-        kv_cache, "causal_masks", lambda *given: [None if m is None else torch.zeros_like(m) for m in masks(*given)]
-    )
+    masks = kv_cache.StretchMasks.of
+
+    def all_seen(self, *given):
+        return [None if mask is None else torch.zeros_like(mask) for mask in masks(self, *given)]
+
+    monkeypatch.setattr(kv_cache.StretchMasks, "of", all_seen)
     assert failed(numbers.cached_decode(EXACT))
 
 
 def test_a_cache_fails_whose_steps_see_the_slots_of_others(monkeypatch):
-    make = kv_cache.Decode.__init__
-
-    def all_seen(self, *given):
-        make(self, *given)
-        self.mask.zero_()
-
-    monkeypatch.setattr(kv_cache.Decode, "__init__", all_seen)
+    make = kv_cache.Decode._mask
+    monkeypatch.setattr(kv_cache.Decode, "_mask", lambda self, window: torch.zeros_like(make(self, window)))
     assert failed(numbers.cached_decode(EXACT))
     assert failed(numbers.cached_decode(Precision(torch.bfloat16, CPU)))  # in 16 bits alone it would not show
 

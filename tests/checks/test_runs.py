@@ -69,6 +69,7 @@ def test_training_fails_if_the_loss_of_a_step_is_no_number(monkeypatch, wrong):
     assert failed(runs.training(Precision(torch.bfloat16, CPU)))
 
 
+@pytest.mark.usefixtures("fast_half_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_takes_what_was_planned(dtype):
     found = runs.memory(Precision(dtype, CPU))

@@ -80,9 +80,13 @@ def test_a_number_sign_in_a_question_is_no_reference(tmp_path):
     assert [h.question for h in question.hops] == ["Who had a No. 1 hit?", "#1"]
 
 
-def test_without_two_gold_paragraphs_there_is_no_decomposition(tmp_path):
+def test_one_gold_paragraph_is_a_hop_if_it_has_the_answer(tmp_path):
     question = read_questions(write(tmp_path / "a.json", [HOTPOT | {"supporting_facts": [["Kate Ramsay", 0]]}]))[0]
     assert question.hops == () and question.hop_count == 1
+    row = HOTPOT | {"supporting_facts": [["Kate Ramsay", 0]], "answer": "Neighbours"}
+    question = read_questions(write(tmp_path / "b.json", [row]))[0]
+    assert texts(question) == [("Kate Ramsay", "Neighbours", "Kate Ramsay")]
+    assert question.hops[0].evidence == ('Kate Ramsay is a character of "Neighbours".',)
 
 
 def test_2wiki_hops_come_from_its_evidences(tmp_path):

@@ -29,12 +29,16 @@ def wide_model(tmp_path, small_model, write_folder):
 def test_rows_of_ever_new_lengths_do_not_make_the_process_grow(wide_model, tmp_path):
     """For each length oneDNN and PyTorch would keep what they compiled, amid tensors that then leave holes."""
     draw = random.Random(0)
-    texts = ["".join(draw.choices("abcdefgh ", k=draw.randrange(250, 400))) for _ in range(120)]
+    lengths = draw.sample(range(250, 400), 60)
+    texts = ["".join(draw.choices("abcdefgh ", k=length)) for length in lengths]
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "Say it.", "completion": text} for text in texts])
-    command = [sys.executable, "-m", "r3lite.sft", *FLAGS, "--model", str(wide_model), "--max-steps", "60"]
+    command = [sys.executable, "-m", "r3lite.sft", *FLAGS, "--model", str(wide_model), "--max-steps", "30"]
     command += ["--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "run")]
     env = {name: value for name, value in os.environ.items() if name not in CACHES}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     sizes = [record["peak_memory_mib"] for record in metrics.read(tmp_path / "run" / metrics.FILE)]
-    assert len(sizes) == 60 and sizes[-1] <= 1.15 * sizes[2]
+    assert len(sizes) == 30
+    # After ten steps a row of nearly the greatest length was met. In fp32 some 13 % come from holes among tensors;
+    # what would be kept for each length, 0.6 MiB of each of 42 products, is as much as the whole process once more.
+    assert sizes[-1] <= 1.25 * sizes[9]

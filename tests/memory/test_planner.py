@@ -20,6 +20,9 @@ from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
 from r3lite.models import lora
+from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
+from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.saving import save_nf4
 from r3lite.models.weights import load_model, resolve_folder
@@ -27,6 +30,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.settings import LoraSettings
 from tests.packed_folders import write_packed
 
+pytestmark = pytest.mark.usefixtures("fast_half_products")
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
@@ -87,6 +91,25 @@ def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed,
     [
         {"model_type": "qwen3", "head_dim": 128, "qk_norm": True, "qkv_bias": False},  # heads of twice the hidden size
         {"model_type": "llama", "head_dim": 32, "qkv_bias": False, "tie_word_embeddings": False},  # and of half
+        {
+            "model_type": "granitemoehybrid",
+            "qkv_bias": False,
+            "layer": GraniteHybridLayer,
+            "layer_types": ["attention"] * LAYERS,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 1024,
+        },
+        {"model_type": "mistral", "qkv_bias": False, "sliding_window": 300},
+        {
+            "model_type": "gemma3_text",
+            "qkv_bias": False,
+            "qk_norm": True,
+            "layer": GemmaLayer,
+            "norm": ZeroCentredRMSNorm,
+            "sliding_window": 300,
+            "head_dim": 64,
+        },
     ],
     ids=lambda family: family["model_type"],
 )
@@ -95,8 +118,9 @@ def test_sft_of_other_families_takes_what_was_planned(
 ):
     """Attention was once planned as if its heads were as wide as the hidden states."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
-    changes = {name: value for name, value in family.items() if name != "model_type"}
-    write_folder(small_model(**sizes, **changes), folder, model_type=family["model_type"])
+    changes = {name: value for name, value in family.items() if name in ModelConfig.__dataclass_fields__}
+    in_file = {name: value for name, value in family.items() if name not in changes}
+    write_folder(small_model(**sizes, **changes), folder, **in_file)
     given = ["--recompute-layers", str(recomputed), "--dtype", "bf16", "--quantize", "none"]
     measured = sft_peak(folder, tmp_path, 1024, *given)
     assert plans[0].peak == pytest.approx(measured, rel=0.03)

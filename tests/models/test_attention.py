@@ -40,7 +40,7 @@ def by_themselves(model, rows) -> list[torch.Tensor]:
 
 
 def in_a_pack(model, rows) -> list[torch.Tensor]:
-    pack = Pack.of(rows, torch.device("cpu"), torch.float32)
+    pack = Pack.of(rows, torch.device("cpu"))
     assert pack.tokens.shape[1] < sum(map(len, rows))
     hidden = model(pack.tokens, pack)[0]
     return [hidden[places] for places in pack.places]

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import CausalRows, causal_masks
+from r3lite.models.attention import CausalRows, StretchMasks
+from r3lite.models.causal_lm import LayerKind, Rope
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.packing import GRANULE, Pack
 
@@ -52,9 +53,9 @@ def attended(monkeypatch):
     """What attention was called with: the faults of each call, and whether it had a mask."""
     calls, attention = [], F.scaled_dot_product_attention
 
-    def record(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False):
+    def record(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, scale=None):
         calls.append((faults(q, k, v, attn_mask, is_causal, enable_gqa), attn_mask is not None))
-        return attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        return attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     return calls
@@ -80,7 +81,7 @@ def a_pack(model) -> None:
     ids = tokens(4, 3 * GRANULE + 7)
     ids[:3, : 2 * GRANULE] = ids[0, : 2 * GRANULE]
     rows = [row[:length].tolist() for row, length in zip(ids, (3 * GRANULE + 7, 2 * GRANULE + 1, 45, 29))]
-    pack = Pack.of(rows, CPU, model.head_weight.dtype)
+    pack = Pack.of(rows, CPU)
     assert any(segment.ancestors for segment in pack.segments)
     model(pack.tokens, pack)
 
@@ -112,10 +113,33 @@ def test_the_memory_efficient_kernel_takes_every_attention_as_it_is(model, atten
     assert any(masked) == (run is not rows_by_themselves) and len(masked) >= model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("run", [rows_by_themselves, a_pack, a_cache])
+@torch.no_grad()
+def test_the_kernel_takes_attentions_with_a_window_as_they_are(small_model, attended, run, dtype):
+    rope = Rope(10_000.0)
+    kinds = (LayerKind(rope, window=13), LayerKind(None, window=20))
+    model = small_model(hidden_size=256, num_hidden_layers=2, layer_kinds=kinds, attention_scale=0.3).to(dtype)
+    run(model)
+    assert [told for told, _ in attended if told] == [] and any(with_mask for _, with_mask in attended)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 30])
+@pytest.mark.parametrize(("start", "count"), [(0, 9), (3, 1), (8, 8), (13, 4)])
+def test_a_window_counts_the_token_itself(start, count, window):
+    (mask,) = StretchMasks([(start, count)]).of(window, torch.zeros(1))
+    queries = range(start, start + count)
+    seen = torch.tensor([[query - window < key <= query for key in range(start + count)] for query in queries])
+    if mask is None:
+        assert start == 0 and window >= count  # causal without a mask
+        return
+    assert torch.equal(mask == 0, seen) and torch.equal(mask == float("-inf"), ~seen)
+
+
 @pytest.mark.parametrize("start", range(17))
 @pytest.mark.parametrize("count", [1, 7, 8, 9])
 def test_a_mask_of_any_width_is_causal_and_aligned(start, count):
-    (mask,) = causal_masks([(start, count)], CPU, torch.float16)
+    (mask,) = StretchMasks([(start, count)]).of(None, torch.zeros(1, dtype=torch.float16))
     if not start:
         assert mask is None
         return

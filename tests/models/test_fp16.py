@@ -97,7 +97,7 @@ def gradients(model: CausalLM, precision: Precision, recomputed: int) -> torch.T
     """All gradients of an adapter, of the mean loss of ROWS, times the scaler's scale."""
     activation_checkpointing.enable(model, Grant(Memory(recompute_layers=recomputed)))
     with precision.autocast():
-        pack = Pack.of(ROWS, CPU, precision.dtype)
+        pack = Pack.of(ROWS, CPU)
         states, targets = pack.predicted([[True] * len(row) for row in ROWS])
         hidden = states_at(model(pack.tokens, pack), states)
         loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)

@@ -6,6 +6,8 @@ import torch
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing
 from r3lite.models.full_tuning import FullTuning
+from r3lite.models.functions import geglu
+from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.packing import states_before
 
@@ -20,14 +22,18 @@ def loss_of(model, head_grad=None):
     return token_loss(hidden, head, targets, cross_entropy, chunk=3, head_grad=head_grad[:290])[0]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+GEMMA = {"norm": ZeroCentredRMSNorm, "activation": geglu, "layer": GemmaLayer, "qk_norm": True, "qkv_bias": False,
+         "embedding_multiplier": 8.3, "rounds_multiplier": True, "logits_scaling": 3.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [{}, {"tie_word_embeddings": False}, GEMMA], ids=["tied", "untied", "gemma"])
 @pytest.mark.parametrize("memory", [Memory(recompute_layers=3, mlp_tile=4), Memory(recompute_layers=1)])
-def test_gradients_are_those_of_autograd(small_model, tied, memory):
-    plain = small_model(tie_word_embeddings=tied).requires_grad_()
+def test_gradients_are_those_of_autograd(small_model, family, memory):
+    plain = small_model(**family).requires_grad_()
     (loss_of(plain) / 8).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
 
-    model, found, order = small_model(tie_word_embeddings=tied), {}, []
+    model, found, order = small_model(**family), {}, []
     names = {p: name for name, p in model.named_parameters()}
 
     def apply(parameter, grad):

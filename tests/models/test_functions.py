@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3lite.models.causal_lm import ModelConfig, rotary_angles
-from r3lite.models.functions import rms_norm, rotate_, swiglu
+from r3lite.models.causal_lm import Rope, rotary_angles
+from r3lite.models.functions import geglu, rms_norm, rotate_, swiglu
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def plain_norm(x, weight, eps):
     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def joint_swiglu(gate, up):
-    return swiglu(torch.cat((gate, up), dim=-1))
+def joint(function):
+    return lambda gate, up: function(torch.cat((gate, up), dim=-1))
 
 
 def gradients(function, inputs, upstream):
@@ -34,7 +34,9 @@ def test_values_and_gradients(tensors, dtype, bound):
     x, up, upstream, weight = (t.to(dtype) for t in tensors)
     for ours, theirs, inputs in (
         (lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: plain_norm(x, w, 1e-6), (x, weight)),
-        (joint_swiglu, lambda gate, up: F.silu(gate) * up, (x, up)),
+        (lambda x, w: rms_norm(x, w, 1e-6, offset=1.0), lambda x, w: plain_norm(x, 1 + w, 1e-6), (x, weight)),
+        (joint(swiglu), lambda gate, up: F.silu(gate) * up, (x, up)),
+        (joint(geglu), lambda gate, up: F.gelu(gate, approximate="tanh") * up, (x, up)),
     ):
         got, grads = gradients(ours, inputs, upstream)
         expected, right = gradients(theirs, [t.double() for t in inputs], upstream)
@@ -50,6 +52,15 @@ def test_squares_beyond_fp16(tensors):
     assert torch.allclose(out, torch.ones_like(out))
 
 
+def test_weights_around_zero_are_not_rounded_with_one_added(tensors):
+    """In bf16 1 + 0.003 is 1: the sum is made in fp32, as in transformers."""
+    x = tensors[0].bfloat16()
+    weight = torch.full((16,), 0.003).bfloat16()
+    exact = rms_norm(x.float(), weight.float(), 1e-6, offset=1.0)
+    assert torch.equal(rms_norm(x, weight, 1e-6, offset=1.0), exact.bfloat16())
+    assert not torch.equal(rms_norm(x, 1 + weight, 1e-6), exact.bfloat16())
+
+
 def test_only_what_was_given_is_kept(tensors):
     x, up, _, weight = tensors
     x.requires_grad_()
@@ -57,15 +68,19 @@ def test_only_what_was_given_is_kept(tensors):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         rms_norm(x, weight, 1e-6)
         swiglu(gate_up)
+        rms_norm(x, weight, 1e-6, offset=1.0)
+        geglu(gate_up)
     given = {t.data_ptr() for t in (x, gate_up, weight)}
-    assert sum(t.numel() for t in kept if t.data_ptr() not in given) == x.numel() / 16  # one number per row
+    assert (
+        sum(t.numel() for t in kept if t.data_ptr() not in given) == 2 * x.numel() / 16
+    )  # one number per row and norm
 
 
 def test_rotation_in_place(tensors):
     """Only the first heads turn; the gradient is autograd's own, and that of what was rotated is left as it was."""
     x, upstream = (torch.randn(2, 5, 6, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    config = ModelConfig(10, 16, 32, 1, 2, 1, rope_theta=100.0)  # heads of 8
-    cos, sin = rotary_angles(torch.arange(5)[None].expand(2, -1), config, torch.float32)
+    positions = torch.arange(5)[None].expand(2, -1)
+    cos, sin = rotary_angles(positions, Rope(theta=100.0), head_dim=8, dtype=torch.float32)
     own, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
     turned = own[:, :, :4] * cos + own[:, :, :4].roll(4, -1) * sin
     torch.cat((turned, own[:, :, 4:]), dim=2).backward(upstream)

@@ -45,7 +45,7 @@ def model(small_model):
 
 
 def pack(rows) -> Pack:
-    return Pack.of(rows, torch.device("cpu"), torch.float32)
+    return Pack.of(rows, torch.device("cpu"))
 
 
 def test_every_row_has_its_tokens_at_their_positions():

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
+from bench.real_weights import compare
 from r3lite.models.weights import load_model
 from r3lite.protocols.tokenizer import Tokenizer
 
 FOLDERS = [folder for folder in os.environ.get("R3LITE_MODELS", "").split(",") if folder]
-TOKENS = 64
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not FOLDERS, reason="R3LITE_MODELS names no folder with real weights"),
@@ -36,8 +36,6 @@ def test_twenty_questions_are_answered_as_by_transformers(folder, questions):
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False, enable_thinking=False
         )
         assert prompt == reference(text, add_special_tokens=False)["input_ids"]
-        greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.stop_id}
-        ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, pad_token_id=tokenizer.pad_id, **greedy)
-        expected, found = theirs(ids).logits, ours.logits(ours(ids))
-        assert (found - expected)[..., : tokenizer.size].abs().max() < 1e-4 * max(1, expected.abs().max())
-        assert torch.equal(found[0, len(prompt) - 1 : -1].argmax(-1), ids[0, len(prompt) :])
+        found = compare(ours, theirs, tokenizer, prompt)
+        assert found.difference < 1e-4 * max(1, found.largest)
+        assert found.agreeing == found.written

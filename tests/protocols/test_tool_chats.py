@@ -64,8 +64,8 @@ def test_a_turn_of_weight_0_has_no_loss(folder):  # noqa: F811
 @pytest.mark.parametrize(
     ("messages", "tools", "told"),
     [
-        ([ASKED, SAID], TOOLS, r"does not write tools \('rate'\)"),
-        ([ASKED, CALLS, SAID], [], r"does not write tool_calls \('rate'\)"),
+        ([ASKED, SAID], TOOLS, "does not write tools ('rate')"),
+        ([ASKED, CALLS, SAID], [], "does not write tool_calls ('rate')"),
     ],
 )
 def test_a_template_without_tools_is_refused(folder, messages, tools, told):  # noqa: F811

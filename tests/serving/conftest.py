@@ -18,6 +18,10 @@ class Echo:
     """Answers with the question's own words; `slow`: seconds between them."""
 
     notes: dict = field(default_factory=dict)
+    missing: dict = field(default_factory=dict)
+    about: dict = field(
+        default_factory=lambda: {"model": "tiny", "adapters": ["sft", "rl"], "documents": "notes", "examples": []}
+    )
     modes: dict = field(default_factory=lambda: {"chat": "sft", "reasoning": "rl", "search": "rl"})
     adapters: list = field(default_factory=lambda: ["sft", "rl"])
     slow: float = 0.002

@@ -174,7 +174,10 @@ def test_a_token_is_asked_for_where_answers_are(serving):
         status, _, text = send(running, "POST", "/generate", ask, **headers)
         assert status == 401 and "k" * 20 not in text
         assert send(running, "GET", "/v1/models", **headers)[0] == 401
+        assert send(running, "GET", "/api/about", **headers)[0] == 401  # questions may be private
     assert send(running, "POST", "/generate", ask, Authorization=f"Bearer {'k' * 20}")[0] == 200
+    status, _, text = send(running, "GET", "/api/about", Authorization=f"Bearer {'k' * 20}")
+    assert status == 200 and json.loads(text)["documents"] == "notes"
     status, _, text = send(running, "GET", "/api/health")
     assert status == 200 and json.loads(text)["needs_token"] and send(running, "GET", "/")[0] == 200
 
@@ -232,6 +235,20 @@ def test_many_at_once_each_get_their_own(serving):
     for thread in threads:
         thread.join()
     assert replies == {i: (f"number {i} " * 5).strip() for i in range(32)} and free_again(running)
+
+
+def test_auto_does_not_choose_what_no_adapter_has_learned(serving):
+    running = serving()
+    generate(running, query="how many apples are 3 and 4")
+    running.answering.notes["reasoning"] = "it guesses"
+    generate(running, query="how many apples are 3 and 4")
+    assert [ask.mode for ask in running.answering.asked] == ["reasoning", "search"]
+    running.answering.missing["search"] = "nothing to search"
+    del running.answering.modes["search"]
+    generate(running, query="how many apples are 3 and 4")
+    assert running.answering.asked[-1].mode == "chat"
+    status, reply = generate(running, query="x", mode="search")
+    assert status == 400 and "nothing to search; choose from chat, reasoning, auto" in str(reply)
 
 
 def test_the_health_and_the_page(serving):

@@ -215,6 +215,31 @@ def test_keys_themes_and_widths(browser, page):
         assert browser.run("document.documentElement.scrollWidth <= innerWidth"), width
 
 
+def test_what_is_served_is_named_and_what_was_not_learned_is_not_offered(browser, page):
+    """Deep Reasoning answered `Ten`, and on a phone the button to ask stood in a row of its own."""
+    running = page()
+    del running.answering.modes["reasoning"]
+    running.answering.notes["search"] = "Plain RAG"
+    running.answering.about["examples"] = ["Who wrote it?", "<b>Where?</b>"]
+    page(390)
+    browser.wait("!$('served').hidden")
+    assert shown(browser, "#served dd") == ["tiny", "sft, rl", "notes"]
+    visible = "[...document.querySelectorAll('{}')].filter((e) => e.offsetParent).map((e) => e.innerText.trim())"
+    assert browser.run(visible.format(".mode")) == ["Auto", "Chat", "Search"]
+    kinds = browser.run(visible.format(".kinds li"))
+    assert [kind.split() for kind in kinds] == [
+        ["Fast", "Chat", "An", "answer", "at", "once."],
+        ["Search", "Mode", "Plain", "RAG."],
+    ]
+    middle = "((e) => e.getBoundingClientRect().top + e.getBoundingClientRect().height / 2)"
+    assert abs(browser.run(f"{middle}($('go')) - {middle}($('modes'))")) < 3
+    browser.run("document.querySelector('[name=mode][value=search]').click()")
+    browser.run("document.querySelectorAll('.examples button')[1].click()")
+    browser.wait("running === null && turns.length && turns.at(-1).state !== 'waiting'")
+    assert shown(browser, ".asked") == ["<b>Where?</b>"]
+    assert shown(browser, ".meta") == ["Search Mode, rl. Plain RAG."]
+
+
 def axe():
     """axe-core's script, by R3LITE_AXE or from a node_modules of this folder."""
     places = [os.environ.get("R3LITE_AXE", ""), "node_modules/axe-core/axe.min.js"]
