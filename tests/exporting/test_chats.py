@@ -16,7 +16,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings, ProtocolSettings
-from tests.errors import raises, shows
+from tests.errors import raises
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -193,7 +193,7 @@ def test_a_folder_that_transformers_splits_in_another_way_is_refused(base, expor
     status, output = exported(folder, "folder")
     message = capsys.readouterr().err
     assert status == 1 and not output.exists()
-    assert shows(message, "tokenization-differs", "Qwen2Tokenizer")
+    assert "transformers splits text by its Qwen2Tokenizer, not as the training did" in message
     status, output = exported(folder, "adapter", "--adapter", adapter(folder, tmp_path))
     card = (output / "README.md").read_text(encoding="utf-8")
     assert status == 0 and "import AutoModelForCausalLM, PreTrainedTokenizerFast" in card
@@ -237,7 +237,12 @@ def test_an_export_with_another_prompt_is_refused_and_removed(base, exported, mo
         monkeypatch.setattr(gguf, "trained_template", chats.trained_template)
     status, output = exported(base(), form)
     said = capsys.readouterr().err
-    assert status == 1 and not output.exists() and shows(said, "prompt-differs") and "You are kind." in said
+    assert (
+        status == 1
+        and not output.exists()
+        and "other programs would build the prompt" in said
+        and "You are kind." in said
+    )
 
 
 def test_a_modelfile_with_another_prompt_is_refused(base):
@@ -268,7 +273,7 @@ def test_a_base_without_an_adapter_is_exported(exported, capsys):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for form in ("adapter", "gguf-adapter"):
         assert exported(resolve_folder("tiny"), form)[0] == 2
-        assert shows(capsys.readouterr().err, "adapter-missing")
+        assert "--adapter is missing" in capsys.readouterr().err
 
 
 def test_the_modelfile_is_the_prompt_of_an_episode():
