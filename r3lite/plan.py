@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class PlanSftConfig(SftConfig):
-    """Predicts the memory and the time of a run without loading weights.
-
-    Pass the flags of the run: those of `sft` or, with --algorithm, those of `ppo`. The sizes of the models in
-    docs/models.md are known offline. --card plans for another card; --output FOLDER also writes plan.json.
+    """Predicts the memory and the time of a run without loading weights. Pass the flags of the run: those of `sft` or,
+    with --algorithm, those of `ppo`. The sizes of the models in docs/models.md are known offline. --card plans for
+    another card; --output FOLDER also writes plan.json.
     """
 
     data: DataSettings = DataSettings()  # a plan needs no data

@@ -32,7 +32,7 @@ class Common(Section):
     """TOML file of settings, such as a run's config.toml"""
     output: Basic[Free[str | None]] = None
     """folder or file to write. Default: runs/<command>-<time>"""
-    seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
+    seed: Basic[Annotated[int, Bounds(low=0, high=2**63 - 1)]] = 0
     """random seed"""
     dry_run: Basic[Free[bool]] = False
     """check input files, print settings and plan"""
