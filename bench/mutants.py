@@ -1,6 +1,7 @@
 """Removes guards of the package, one at a time, and runs the tests that should notice.
 
 python -m bench.mutants                     # all of mutants.toml; results in bench/results/mutants.json
+python -m bench.mutants --survivors         # those that the last run's tests did not notice; adds the results
 python -m bench.mutants --only NAME ...     # some of them; writes no results
 
 A guard is a line that nothing needs while all goes well: a check of what a stranger sends, a limit, a flush to the
@@ -188,20 +189,27 @@ def summary(mutants: list[Mutant], states: dict[str, str], commit: str) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="guards of mutants.toml by name")
+    parser.add_argument("--survivors", action="store_true", help="guards that the last run's tests did not notice")
     arguments = parser.parse_args()
     mutants = read_list()
-    if arguments.only:
-        mutants = [mutant for mutant in mutants if mutant.guard in arguments.only]
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    names = arguments.only
+    if arguments.survivors:
+        names = [mutant["guard"] for mutant in results["last_run"]["not_noticed"]]
+    if names is not None:
+        mutants = [mutant for mutant in mutants if mutant.guard in names]
     if hasattr(os, "fork"):
         preload()
     commit = head()
     states = outcomes(mutants)
     noticed = sum(state == NOTICED for state in states.values())
     print(f"{len(states)} removed, {noticed} noticed")
-    if not arguments.only:
-        results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if arguments.survivors:
+        results["survivors_again"] = summary(mutants, states, commit)
+    elif names is None:
         results["last_run"] = summary(mutants, states, commit)
         results.setdefault("first_run", results["last_run"])
+    if arguments.survivors or names is None:
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0 if noticed == len(states) else 1
 

@@ -23,6 +23,8 @@ def record(**values) -> Record:
         ("[" * 100_000, f"nested more than {MAX_DEPTH} deep"),
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
         ("1" * 5000, "too many digits"),
+        ('{"a": [1e999]}', "the number '1e999' is too large"),  # was read as infinity, and written so
+        ("[-1e999]", "the number '-1e999' is too large"),
         (r'["\ud83d"]', "half of a surrogate pair"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from r3lite.core.cache import CLEAR, size_of
 from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import sole_writer, sweep
+from r3lite.core.files import naming_gguf, sole_writer, sweep
 from r3lite.core.grant import Grant
 from r3lite.core.inherited import ADAPTER, MODEL, settings_of
 from r3lite.datasets.sources import has_steps
@@ -267,17 +267,18 @@ def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSett
 def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
     config = read_config(folder)
-    if ids > config.vocab_size:
-        limit = f"vocab_size in config.json is {config.vocab_size}"
-        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, but {limit}"
-        raise R3LiteError(
-            cause, "Copy tokenizer.json and config.json from the same model.", code="tokenizer-beyond-embedding"
-        )
     max_length = config.max_position_embeddings
-    if longest > max_length:
-        limit = f"max_position_embeddings in {folder / 'config.json'} is {max_length}"
-        cause = f"rows have up to {longest} tokens, but {limit}"
-        raise R3LiteError(cause, f"Pass --max-length {max_length} or less.", code="rows-beyond-positions")
+    with naming_gguf(folder):
+        if ids > config.vocab_size:
+            limit = f"vocab_size in config.json is {config.vocab_size}"
+            cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, but {limit}"
+            raise R3LiteError(
+                cause, "Copy tokenizer.json and config.json from the same model.", code="tokenizer-beyond-embedding"
+            )
+        if longest > max_length:
+            limit = f"max_position_embeddings in {folder / 'config.json'} is {max_length}"
+            cause = f"rows have up to {longest} tokens, but {limit}"
+            raise R3LiteError(cause, f"Pass --max-length {max_length} or less.", code="rows-beyond-positions")
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:

@@ -19,7 +19,7 @@ from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.http_server import Peer, Server, UnknownPath
 from r3lite.core.listening import listen, token_of, url_of
-from r3lite.core.records import Record
+from r3lite.core.records import Record, shown
 from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
 from r3lite.memory.plan import Plan
@@ -146,7 +146,7 @@ class RolloutService:
         """Switches an adapter on, unless it is of another base, or its hash is not the `version` that was sent."""
         if adapter.version != version:
             raise R3LiteError(
-                f"the adapter was damaged in transfer: its hash is {adapter.version}, not {version}",
+                f"the adapter was damaged in transfer: its hash is {adapter.version}, not {shown(version)}",
                 code="adapter-damaged",
             )
         if version != self.version:

@@ -235,6 +235,18 @@ def gguf_of(folder: Path) -> list[Path]:
     return [Path(read_record(pointer, "Delete the folder.").text("file"))]
 
 
+@contextlib.contextmanager
+def naming_gguf(folder: Path) -> Iterator[None]:
+    """Within the block errors that name a folder that was made of a GGUF file name that file: users know no other."""
+    try:
+        yield
+    except R3LiteError as error:
+        for path in gguf_of(folder):
+            cause = error.cause.replace(f"{folder}{os.sep}", f"{path}: ").replace(str(folder), str(path))
+            raise R3LiteError(cause, error.remedy, code=error.code) from error
+        raise
+
+
 def content_fingerprint(*places: Path) -> str:
     """Returns a CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.listening import CONNECTION_LIMITS, ConnectionLimits, host_of, is_loopback, listen
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
+LONGEST_ERROR = 200  # characters of a refusal that may quote the request
 PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
 
 
@@ -194,6 +196,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuses what the standard library takes for no request: as other errors, and not as a page of HTML."""
+        self.request_version = self.protocol_version  # else a line without a version has a reply without a head
+        self._say(code, {"error": (message or HTTPStatus(code).phrase)[:LONGEST_ERROR]})
 
     def log_message(self, *arguments) -> None:
         """Nothing is logged."""

@@ -60,7 +60,18 @@ def _constant(name: str) -> NoReturn:
     raise InvalidRecord(f"{name} is not a JSON number", code="not-a-json-number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+def _number(text: str) -> float:
+    """Returns a JSON number with a point or an exponent; raises InvalidRecord if it is too large for a float.
+
+    Python would read 1e999 as infinity, which no JSON file can hold: what is written of it could not be read again.
+    """
+    number = float(text)
+    if math.isinf(number):
+        raise InvalidRecord(f"the number {shown(text)} is too large", code="json-number-too-large")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
 
 
 def parse(text: str | bytes) -> Any:
@@ -81,8 +92,8 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     """Returns the JSON value that begins at a character, and the index after its end.
 
     Raises InvalidRecord if there is none, or if it repeats a key, is nested more than MAX_DEPTH deep, or holds NaN,
-    Infinity, a whole number of thousands of digits or half of a surrogate pair (which no tokenizer and no UTF-8 file
-    takes; only an escape such as "\\ud83d" can bring one in).
+    Infinity, a number that is too large for a float, a whole number of thousands of digits or half of a surrogate pair
+    (which no tokenizer and no UTF-8 file takes; only an escape such as "\\ud83d" can bring one in).
     """
     try:
         value, end = _DECODER.raw_decode(text, start)

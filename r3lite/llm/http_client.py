@@ -67,7 +67,10 @@ class BoundedClient(httpx.AsyncClient):
                     raise NoReply("too_large", f"more than {self._max_bytes >> 20} MiB")
         finally:
             await response.aclose()
-        return httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
+        reply = httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
+        # Whatever charset the server names: zlib would unpack to any size, hex would raise an error of its own.
+        reply.encoding = "utf-8"
+        return reply
 
 
 class Unanswered(R3LiteError):

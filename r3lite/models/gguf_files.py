@@ -169,9 +169,17 @@ class Header:
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY, code="gguf-damaged") from error
         self.fields = Record(self.keys, Source(str(path), REMEDY))  # the keys by their types
+        end = reader.data_offset  # of the tensors before
         for name, tensor in self.tensors.items():
             if not tensor.shape or not math.prod(tensor.shape):
                 raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY, code="gguf-damaged")
+            if tensor.start != end:
+                raise R3LiteError(
+                    f"{path} is damaged or truncated ({name} begins at byte {tensor.start:,}, not {end:,})",
+                    REMEDY,
+                    code="gguf-damaged",
+                )
+            end += tensor.size + -tensor.size % int(reader.alignment)
 
     def tied(self) -> bool:
         """Returns True if embedding and head are one matrix, of which the file may have two precisions."""

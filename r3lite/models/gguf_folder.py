@@ -15,12 +15,13 @@ import torch
 
 from r3lite.core.cache import CACHE
 from r3lite.core.errors import R3LiteError, reason
-from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
+from r3lite.core.files import GGUF_POINTER, PART, check_regular, naming_gguf, write_json
 from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
-from r3lite.models.causal_lm import CausalLM, RopeScaling, divisor_factors, rotary_divisors
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
+from r3lite.models.rotary import RopeScaling, divisor_factors, rotary_divisors
 
 LAYOUT = 2  # of what is made here: a folder of another is not used
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -89,12 +90,8 @@ def _check(
 
     It is checked before the folder is in the cache: later, its errors would name the copy.
     """
-    try:
+    with naming_gguf(folder):
         config = read_config(folder)
-    except R3LiteError as error:
-        raise R3LiteError(
-            f"{path}: {error.cause.replace(f'{folder}{os.sep}', '')}", error.remedy, code=error.code
-        ) from error
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in shapes:  # a thousand layers take a while to lay out
         raise R3LiteError(f"{path}: missing tensor {last}", REMEDY, code="gguf-tensor-missing")

@@ -108,6 +108,9 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
             f"{header.path} lacks its tokens, their types or their merges", FOLDER, code="gguf-tokenizer-incomplete"
         )
 
+    if not all(type(kind) is int for kind in kinds):
+        raise fields.wrong("tokenizer.ggml.token_type", "a list of whole numbers")
+
     def token(kind: str) -> str | None:
         id = token_id(header, kind)
         return None if id is None else tokens[id]

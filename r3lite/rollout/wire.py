@@ -19,6 +19,7 @@ from r3lite.core.files import PART, move
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.models import lora
 from r3lite.protocols.layout import Layout
+from r3lite.protocols.tokenizer import ROLES
 from r3lite.rollout.sequence import Sequence
 
 # Log-probabilities: fp32 holds none below, and rounding takes none further above 0.
@@ -145,7 +146,9 @@ def _question_from_json(record: Record) -> Question:
     gold = _documents(record, "gold")
     earlier = []
     for message in record.records("earlier"):
-        earlier.append({key: message.text(key, blank=True) for key in ("role", "content")})
+        role = message.choice("role", ROLES)
+        content = message.text("content", blank=True)
+        earlier.append({"role": role, "content": content})
     return Question(
         source=record.text("source", blank=True),
         procedure=record.text("procedure", blank=True),
@@ -187,7 +190,7 @@ def sequence_from_json(
     """Returns a finished sequence, which no critic has seen.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step ends at a token that was sampled,
-    and the last one at the end: rewards belong to these tokens.
+    and the last one at the end: rewards belong to these tokens. The last step alone has an answer, if there is one.
     """
     tokens = whole_numbers(record, "tokens", limits.vocabulary)
     if len(tokens) > limits.max_length:
@@ -206,13 +209,17 @@ def sequence_from_json(
     complete = step_ends[-1:] == [len(tokens) - 1]
     if not ascending or not complete or not all(action_mask[end] for end in step_ends):
         raise record.error(f"{record.path}step_ends are not the ends of turns that were sampled")
+    finish = record.choice("finish", (ANSWERED, CUT_OFF, MALFORMED))
+    has_answer = [step.answer is not None for step in steps]
+    if any(has_answer[:-1]) or has_answer[-1] != (finish == ANSWERED):
+        raise record.error(f"{record.path}finish is {finish}, which does not fit the answers of the steps")
     return Sequence(
         question,
         tokens=tokens,
         action_mask=action_mask,
         steps=steps,
         step_ends=step_ends,
-        finish=record.choice("finish", (ANSWERED, CUT_OFF, MALFORMED)),
+        finish=finish,
         failure=record.text("failure", None),
         stream=random.Random(0),
         logprobs=logprobs,

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from functools import partial
 
 import pytest
 
 from r3lite.llm.client import Client, Request
+from r3lite.llm.http_client import Link, Unanswered
 from r3lite.settings import JudgeSettings
+from tests.errors import raises
 from tests.marks import ASK
+from tests.scripted_server import Scripted
 
 
 @pytest.mark.parametrize("part", ["headers", "body"])
@@ -38,6 +42,26 @@ def test_a_compressed_body_is_not_unpacked(gemini, client, said):
     reply = client(judge_retries=0).generate(ASK)
     assert reply.failure == "connection" and "compressed" in reply.detail
     assert {k.lower(): v for k, v in gemini.requests[0][1].items()}["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("charset", ["zlib", "hex", "utf-16", "none"])
+def test_json_is_utf_8_whatever_charset_the_server_names(running, charset):
+    """Python has codecs that are none of texts: zlib unpacked a reply to any size, and hex raised an error of its own.
+
+    It was so in each reply of a server, whether it was one of a judge, of a retriever or of a worker.
+    """
+    body = '{"answer": "Zoë"}'.encode()
+    headers = {"content-type": f"application/json; charset={charset}"}
+    link = Link(running(Scripted((200, body, 0, headers), (404, body, 0, headers))), "", 10, 1 << 20)
+    assert link.ask("", None, "a server", lambda reply: reply.text("answer")) == "Zoë"
+    with raises(Unanswered, "no-reply", "status 404", "Zoë"):
+        link.text()
+
+
+def test_a_reply_is_not_unpacked_by_its_charset(running):
+    packed = zlib.compress(bytes(1 << 20))
+    link = Link(running(Scripted((200, packed, 0, {"content-type": "text/plain; charset=zlib"}))), "", 10, 1 << 16)
+    assert len(link.text()) <= len(packed)
 
 
 def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client, said):

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from r3lite import export, sft
+from r3lite.assembly.policy import check_lengths
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, write_json
 from r3lite.models import gguf_files, gguf_folder, lora
@@ -56,7 +57,10 @@ def rewrite(path, out, changes=None, tensors=None, architecture=None):
         fields.pop(name, None)
         if value is not None:
             kind = gguf.GGUFValueType.get_type(value) if not isinstance(value, float) else gguf.GGUFValueType.FLOAT32
-            writer.add_key_value(name, value, kind, gguf.GGUFValueType.INT32 if isinstance(value, list) else None)
+            item_kind = None
+            if isinstance(value, list):
+                item_kind = gguf.GGUFValueType.FLOAT32 if isinstance(value[0], float) else gguf.GGUFValueType.INT32
+            writer.add_key_value(name, value, kind, item_kind)
     for name, field in fields.items():
         if name != "general.architecture":
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
@@ -237,6 +241,7 @@ def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
         ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),
         ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges is [1, 2], not a list of texts"),
         ({"tokenizer.ggml.token_type": "abc"}, "tokenizer.ggml.token_type is 'abc', not a list"),
+        ({"tokenizer.ggml.token_type": [0.5] * 400}, "token_type is [0.5, 0.5, 0.5, ...], not a list of whole numbers"),
         ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id is '2', not a whole number"),
         ({"tokenizer.ggml.bos_token_id": [1]}, "tokenizer.ggml.bos_token_id is [1], not a whole number"),
         ({"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token is 'yes', not true or false"),
@@ -253,6 +258,20 @@ def test_what_is_not_supported_is_refused_by_name(models, tmp_path, cache, chang
     told = str(error.value)
     assert named in told and str(path) in told and str(cache) not in told
     assert not cache.exists() or not list(cache.iterdir())  # what cannot be used is not kept
+
+
+def test_errors_of_its_tokenizer_and_its_lengths_name_the_file(models, tmp_path, cache):
+    """They named the folder that was made of it, which nobody has seen."""
+    template = "{% for message in messages %}"
+    path = rewrite(models("llama")[1], tmp_path / "x.gguf", {"tokenizer.chat_template": template})
+    folder = resolve_folder(str(path))
+    with raises(R3LiteError, "template-unreadable", f"{path}: tokenizer_config.json") as error:
+        Tokenizer.load(folder)
+    assert str(cache) not in str(error.value)
+    with raises(R3LiteError, "tokenizer-beyond-embedding", f"the tokenizer in {path} has token ids up to 499"):
+        check_lengths(folder, ids=500, longest=8)
+    with raises(R3LiteError, "rows-beyond-positions", f"max_position_embeddings in {path}: config.json is"):
+        check_lengths(folder, ids=8, longest=1 << 20)
 
 
 def test_ids_that_no_token_has_are_ignored(models, tmp_path):
@@ -275,6 +294,9 @@ def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):
     other = rewrite(path, tmp_path / "other.gguf", tensors={"rope_freqs.weight": (number * 2, Q.F32)})
     with raises(R3LiteError, "gguf-rope", "rope_freqs.weight"):
         resolve_folder(str(other))
+    empty = rewrite(path, tmp_path / "empty.gguf", tensors={"rope_freqs.weight": (number[:0], Q.F32)})
+    with raises(R3LiteError, "gguf-damaged", empty, "rope_freqs.weight is empty"):
+        resolve_folder(str(empty))
 
 
 def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, monkeypatch):
@@ -309,6 +331,19 @@ def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, monkeypatch)
         resolve_folder(str(path))
     with raises(R3LiteError, "file-unreadable", "nowhere.gguf"):
         resolve_folder(str(tmp_path / "some" / "nowhere.gguf"))
+
+
+@pytest.mark.parametrize("change", [1, -32, 32, 4096, (1 << 64) - 64], ids=hex)
+def test_each_tensor_begins_where_the_one_before_ends(models, tmp_path, change):
+    """As in llama.cpp. Another place was taken, also before the data: its numbers are no less finite."""
+    content = models("qwen3")[1].read_bytes()
+    name = b"blk.0.attn_q.weight"
+    at = content.index(name) + len(name) + 24  # after the number of dimensions, two of them, and the type
+    (offset,) = struct.unpack("<Q", content[at : at + 8])
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content[:at] + struct.pack("<Q", (offset + change) % (1 << 64)) + content[at + 8 :])
+    with raises(R3LiteError, "gguf-damaged", path, "blk.0.attn_q.weight begins at byte"):
+        resolve_folder(str(path))
 
 
 def test_another_file_of_the_same_name_is_another_model(models, tmp_path):

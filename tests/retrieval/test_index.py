@@ -251,6 +251,10 @@ def counts_as_text(folder):
         (manifest_change(passages="3"), "passages is '3', not a whole number"),
         (manifest_change(encoder=["hashing"]), r"encoder is \['hashing'\], not text"),
         (manifest_change(style="cls"), "style is 'cls', not one of"),
+        (
+            manifest_change(files={"index/../../index.faiss": "0"}),
+            "'index/../../index.faiss' is not a file of an index",
+        ),
         (vectors(lambda array: np.ones((5, 2048))), "has 5 vectors for 3 passages"),
         (vectors(lambda array: array[:, :16]), "has 16 dimensions, not 2048"),
         (vectors(np.ones_like), "the vectors differ"),

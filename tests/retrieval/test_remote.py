@@ -129,6 +129,9 @@ def test_reranking_as_a_service(served, local, running):
         )[0]
         == 404
     )
+    status, reply = ask(served, {"query": "q", "documents": ["a"] * (server.MAX_PASSAGES + 1)}, "/rerank")
+    assert status == 400 and reply == {"error": "at most 1000 documents"}
+    assert len(ask(served, {"query": "q", "documents": ["a"] * server.MAX_PASSAGES}, "/rerank")[1]["result"]) == 1000
 
 
 def test_passages_are_reranked_by_another_machine(served):

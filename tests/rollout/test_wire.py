@@ -19,6 +19,8 @@ from r3lite.rollout.wire import (
     check_start,
     identity_of,
     sequence_from_json,
+    tickets_from_json,
+    tickets_to_json,
 )
 from tests.errors import raises
 
@@ -74,6 +76,9 @@ WRONG = {
     "no steps": {"step_ends": [], "steps": []},
     "a step end beyond the tokens": {"step_ends": [3, 6]},
     "an unknown finish": {"finish": "won"},
+    "an answer of an episode that was cut off": {"finish": "cut_off"},
+    "an end with an answer that is not there": {"steps": [SEARCH, SEARCH]},
+    "an answer before the last step": {"steps": [ANSWER, ANSWER]},
 }
 
 
@@ -117,6 +122,26 @@ def test_a_worker_takes_an_adapter_by_its_hash_alone(monkeypatch):
         service.answer("/adapter/" + "0" * 32, ADAPTER.body, PEER)
     assert service.version == ""
     assert service.answer(f"/adapter/{ADAPTER.version}", ADAPTER.body, PEER) == {"adapter": ADAPTER.version}
+
+
+def test_a_worker_quotes_a_hash_that_is_none_in_few_words():
+    with raises(R3LiteError, "adapter-damaged", ADAPTER.version) as error:
+        RolloutService(None, None, FACTS).answer("/adapter/" + "x" * 3000, ADAPTER.body, PEER)
+    assert len(str(error.value)) < 300
+
+
+def test_a_worker_takes_earlier_messages_of_the_roles_of_chats_only():
+    (question,) = tickets_to_json([Ticket(QUESTION, "0", 0)])["questions"]
+    for role in ("user", "tool" * 1000):
+        earlier = [{"role": role, "content": "Hi"}]
+        request = {"questions": [question | {"earlier": earlier}], "episodes": [{"question": 0, "seed": "0"}]}
+        record = Record(request, Source("the request"))
+        if role == "user":
+            assert tickets_from_json(record, LIMITS)[0].question.earlier == tuple(earlier)
+            continue
+        with raises(InvalidRecord, "bad-record", "questions[0].earlier[0].role is 'tool") as error:
+            tickets_from_json(record, LIMITS)
+        assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("change", [{"identity": "another"}, {"adapter": "another"}])

@@ -258,6 +258,26 @@ def test_each_request_to_a_retriever_is_answered_as_it_should(retriever, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /retrieve HTTP/1\r\n\r\n", 400),
+        (b"POST /retrieve http/1.1\r\n\r\n", 400),
+        (b" /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/3.0\r\n\r\n", 505),
+        (b"x" * 3000 + b"\r\n\r\n", 400),
+        (b"BREW / HTTP/1.1\r\n\r\n", 501),
+    ],
+)
+def test_what_is_no_request_is_refused_in_json_too(retriever, sent, status):
+    """It was a page of HTML, and without a status if the first line could not be read."""
+    with silent(retriever(), sent) as connection:
+        reply = b"".join(iter(lambda: connection.recv(4000), b""))  # until it is closed
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 %d " % status) and b"content-type: application/json" in head
+    assert 0 < len(json.loads(body)["error"]) <= 200
+
+
 def test_a_retriever_that_others_can_reach_has_any_name_and_answers_no_page(retriever):
     running = retriever(host="0.0.0.0")
     assert b" 200 " in reply_to(running, request("/retrieve", QUERY).replace(b"localhost", b"gpu-box:8000"))[:20]
