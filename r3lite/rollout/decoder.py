@@ -36,10 +36,20 @@ class Decoder:
         ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
         return self._run(ids, context)[:, 0]
 
-    def verify(self, additions: list[list[int]]) -> Tensor:
-        """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end."""
+    def verify(self, additions: list[list[int]]) -> Tensor | None:
+        """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
+
+        If they are not all finite, the cache is as before, and there are none.
+        """
+        lengths = self.cache.lengths[: len(additions)]
         context = Verification(self.cache, additions)
-        return self._run(context.tokens, context)[0]
+        hidden = self._run(context.tokens, context)[0]
+        if hidden.isfinite().all():
+            return hidden
+        for row, length in enumerate(lengths):
+            self.cache.truncate(row, length)
+            self.cache.wipe(row)
+        return None
 
     def _run(self, ids: Tensor, context: AttentionContext) -> Tensor:
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.

@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from r3lite.models.causal_lm import CausalLM
 from r3lite.rollout.sequence import Sequence
-from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED, LengthSettings
 
 LONGEST_MATCH = 8  # a longer match counts as one of this length
 # A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
@@ -200,6 +200,13 @@ class Drafter:
         if self.stop_id in draft:
             return draft[: draft.index(self.stop_id) + 1]
         return draft
+
+
+def room(sequence: Sequence, lengths: LengthSettings) -> int:
+    """Returns how many tokens may be drafted: those that fit behind the next one, which may be the last of all."""
+    in_turn = sequence.turn_start + lengths.max_new_tokens - len(sequence.tokens)
+    in_episode = lengths.max_length - len(sequence.tokens)
+    return min(in_turn, in_episode, sequence.tokens_left) - 1
 
 
 def drafter_of(

@@ -27,7 +27,7 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Drafter, drafter_of, verify
+from r3lite.rollout.drafts import Drafter, drafter_of, room, verify
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Listener, Sequence
@@ -260,15 +260,12 @@ class Engine:
     ) -> list[Sequence] | None:
         """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
         rows = scheduler.running
-        drafts = drafter.propose(rows, [self._room(sequence) for sequence in rows])
+        drafts = drafter.propose(rows, [room(sequence, self.layout_of(sequence).lengths) for sequence in rows])
         if not any(drafts):
             return None
         additions = [[sequence.tokens[-1], *draft] for sequence, draft in zip(rows, drafts, strict=True)]
         hidden = decoder.verify(additions)  # [N, C]
-        if not hidden.isfinite().all():
-            for row, sequence in enumerate(rows):
-                scheduler.keep(row, sequence.cached)
-                scheduler.cache.wipe(row)
+        if hidden is None:
             return None
         logits = self._logits(hidden)  # [N, V]
         agreement = verify(
@@ -281,13 +278,6 @@ class Engine:
         for row, sequence in enumerate(rows):
             scheduler.keep(row, len(sequence.tokens) - 1)
         return [sequence for row, sequence in enumerate(rows) if row not in agreement.failed]
-
-    def _room(self, sequence: Sequence) -> int:
-        """Returns how many tokens may be drafted: those that fit behind the next one, which may be the last of all."""
-        lengths = self.layout_of(sequence).lengths
-        in_turn = sequence.turn_start + lengths.max_new_tokens - len(sequence.tokens)
-        in_episode = lengths.max_length - len(sequence.tokens)
-        return min(in_turn, in_episode, sequence.tokens_left) - 1
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
