@@ -75,16 +75,11 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = Tokenizer.load(flags.folder)
     questions = json.loads(flags.questions.read_text(encoding="utf-8"))[: flags.count]
     prompts = [tokenizer.open_chat(question["question"]) for question in questions]
-    comparisons = []
+    run |= {"section": flags.folder.name, "note": f"{TOKENS} tokens after each prompt", "records": []}
     for prompt in prompts:
-        comparisons.append(asdict(compare(ours, theirs, tokenizer, prompt)))
-        print(comparisons[-1], flush=True)
-    run |= {
-        "section": flags.folder.name,
-        "note": f"{len(prompts)} prompts, {TOKENS} tokens each",
-        "records": comparisons,
-    }
-    records.add(flags.results / "real-weights.json", run)
+        run["records"].append(asdict(compare(ours, theirs, tokenizer, prompt)))
+        print(run["records"][-1], flush=True)
+        records.add(flags.results / "real-weights.json", run)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, move, read_record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
-from r3lite.models.causal_lm import CausalLM, ModelConfig, divisor_factors, rotary_divisors
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
+from r3lite.models.rotary import divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
 

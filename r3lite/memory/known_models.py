@@ -3,9 +3,10 @@
 From the models' `config.json`, without what a plan does not depend on: these configs compute nothing.
 """
 
-from r3lite.models.causal_lm import LayerKind, ModelConfig, Rope
+from r3lite.models.causal_lm import LayerKind, ModelConfig
 from r3lite.models.gemma import LOCAL_THETA, PATTERN, THETA, GemmaLayer
 from r3lite.models.granite import GraniteHybridLayer
+from r3lite.models.rotary import Rope
 
 QWEN_TOKENS = 151_665
 LLAMA = {"qkv_bias": False}

@@ -9,8 +9,9 @@ from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
 from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, nf4
-from r3lite.models.causal_lm import ModelConfig, RopeScaling
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.layer_kinds import unsupported
+from r3lite.models.rotary import RopeScaling
 from r3lite.models.text_part import is_whole, text_values
 
 # The upper limit of each size: far beyond any published model, and yet a model of it can be laid out without delay.

@@ -56,7 +56,7 @@ def rotate_(
 ) -> Tensor:
     """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
 
-    `cos` and `sin` [B, T, 1, D] are those of `causal_lm.rotary_angles`. Returns x.
+    `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`. Returns x.
     """
     if torch.is_grad_enabled():
         return _Rotated.apply(x, heads, cos, sin)

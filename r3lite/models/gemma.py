@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from r3lite.core.records import Record, shown
 from r3lite.models.attention import AttentionContext
-from r3lite.models.causal_lm import Layer, LayerKind, LinearScaling, ModelConfig, RMSNorm, Rope
+from r3lite.models.causal_lm import Layer, LayerKind, ModelConfig, RMSNorm
 from r3lite.models.functions import geglu, rms_norm
 from r3lite.models.layer_kinds import FULL, SLIDING, sliding_layers, unsupported
+from r3lite.models.rotary import LinearScaling, Rope
 
 # What a config.json need not say; those of the larger models leave out most of it.
 SIZES = {

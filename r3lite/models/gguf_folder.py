@@ -18,9 +18,10 @@ from r3lite.core.errors import R3LiteError, reason
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, naming_gguf, write_json
 from r3lite.core.records import REQUIRED, shown
 from r3lite.models import gguf_tokenizer
-from r3lite.models.causal_lm import CausalLM, RopeScaling, divisor_factors, rotary_divisors
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
+from r3lite.models.rotary import RopeScaling, divisor_factors, rotary_divisors
 
 LAYOUT = 2  # of what is made here: a folder of another is not used
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}

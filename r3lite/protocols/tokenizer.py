@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
@@ -51,7 +52,19 @@ def _without_added_tokens(marked: Backend) -> Backend:
         component = getattr(marked, name)
         if component is not None:
             setattr(plain, name, component)
+    for id, token in marked.get_added_tokens_decoder().items():
+        if _is_blank(token, id, plain):
+            plain.add_tokens([token])
     return plain
+
+
+def _is_blank(
+    token: AddedToken,
+    id: int,
+    plain: Backend,
+) -> bool:
+    """Returns whether an added token is a run of blanks of the vocabulary, as Gemma's line breaks: text, no markup."""
+    return not token.content.strip() and plain.token_to_id(token.content) == id
 
 
 class Tokenizer:
@@ -74,7 +87,7 @@ class Tokenizer:
             backend.no_padding()
         self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
         added = self._marked.get_added_tokens_decoder()
-        self._added = {token.content: id for id, token in added.items()}
+        self._added = {token.content: id for id, token in added.items() if not _is_blank(token, id, self._plain)}
         self.thought_end_id = self._added.get(THOUGHT_END)
         # What `decode` leaves out. The ends of a thought are read even from a tokenizer that calls them special.
         self._unread = {id for id, token in added.items() if token.special and token.content not in THOUGHT_ENDS}

@@ -63,7 +63,7 @@ def check_ids(definition: Record, backend: Backend) -> None:
     """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
     for token in definition.records("added_tokens", []):
         # The library gives an id of its own to a token whose id does not follow the others.
-        content = token.text("content")
+        content = token.text("content", blank=True)  # Gemma's are line breaks and tabs, too
         id = token.whole("id")
         library_id = backend.token_to_id(content)
         if library_id != id:

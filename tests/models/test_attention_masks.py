@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import CausalRows, StretchMasks
-from r3lite.models.causal_lm import LayerKind, Rope
+from r3lite.models.causal_lm import LayerKind
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.packing import GRANULE, Pack
+from r3lite.models.rotary import Rope
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

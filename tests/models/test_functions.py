@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3lite.models.causal_lm import Rope, rotary_angles
 from r3lite.models.functions import geglu, rms_norm, rotate_, swiglu
+from r3lite.models.rotary import Rope, rotary_angles
 
 
 @pytest.fixture

@@ -77,7 +77,8 @@ def folder(tmp_path):
         pairs = [pair for pair in pairs if all(set(part) <= set("".join(letters)) for part in pair)]
         known = set(letters)
         merges = [pair for pair in pairs if set(pair) <= known and not known.add("".join(pair))]
-        vocab = {token: id for id, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
+        blanks = ["\n", "\n\n", "\t"] if family == "gemma" else []  # which are both in its vocabulary and added to it
+        vocab = {token: id for id, token in enumerate([*letters, *("".join(pair) for pair in merges), *blanks])}
         backend = Backend(
             models.BPE(
                 vocab=vocab,
@@ -105,6 +106,7 @@ def folder(tmp_path):
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(special)
+        backend.add_tokens(blanks)
         if thoughts is None:
             backend.add_tokens(TAGS.get(family, []))  # of text, as the published ones are
         else:
