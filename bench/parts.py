@@ -17,6 +17,7 @@ from r3lite.models import causal_lm, functions, logprobs, projections
 from r3lite.models.kv_cache import Decode, KVCache, Prefill
 from r3lite.models.packing import Pack
 from r3lite.models.stacks import STACKS
+from r3lite.models.verification import Verification
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 
@@ -47,6 +48,7 @@ RANGES = [
     (KVCache, ("reserve", "copy", "swap"), ATTENTION),
     (Prefill, ("__init__",), ATTENTION),
     (Decode, ("__init__",), ATTENTION),
+    (Verification, ("__init__", "_mask"), ATTENTION),
     (Pack, ("of",), ATTENTION),
     (causal_lm.RMSNorm, ("forward",), ELEMENTWISE),
     (causal_lm, ("rotate_", "rotary_angles"), ELEMENTWISE),

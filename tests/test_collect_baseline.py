@@ -14,6 +14,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.collecting import lines, read_rows, run
+from tests.errors import shows
 
 DATA = shipped("data", "world", "dev.jsonl")
 RAG = ["--preset", "tiny", "--baseline", "rag", "--top-k", "5", "--limit", "6"]
@@ -78,7 +79,7 @@ def test_rows_are_not_written_over_and_none_is_an_error(tmp_path, monkeypatch, c
     write_jsonl(tmp_path / "corpus.jsonl", CORPUS)
     arguments = [tmp_path / "data.jsonl", tmp_path / "rag.jsonl", *RAG]
     assert run(*arguments, "--retriever", "none") == 2
-    assert "--baseline rag needs a retriever" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "baseline-without-retriever")
     arguments += ["--corpus", str(tmp_path / "corpus.jsonl")]
     with monkeypatch.context() as patch:
         failing = lambda setup: lambda pairs: [Failure("down") for _ in pairs]  # noqa: E731
@@ -87,5 +88,5 @@ def test_rows_are_not_written_over_and_none_is_an_error(tmp_path, monkeypatch, c
     assert "the retriever failed  1" in capsys.readouterr().out
     assert run(*arguments) == 0
     before = (tmp_path / "rag.jsonl").read_text()
-    assert run(*arguments) == 1 and "exists and is not empty" in capsys.readouterr().err
+    assert run(*arguments) == 1 and shows(capsys.readouterr().err, "output-not-empty")
     assert (tmp_path / "rag.jsonl").read_text() == before and json.loads(before)["id"] == "data-1"

@@ -18,6 +18,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.settings import CollectConfig, SftConfig
 from tests.cold_start import WORLD
 from tests.collecting import lines, read_rows
+from tests.errors import shows
 from tests.evaluating import answer, ask, question
 
 NAMES = ("Ada", "Bob", "Cy", "Dee", "Eve", "Flo")
@@ -217,7 +218,7 @@ def test_a_file_is_not_gone_on_with_when_what_is_read_has_changed(tmp_path, teac
     first = contents(output)
     prompt.write_text("Then: {question}", encoding="utf-8")
     assert teach(output, "--init-prompt", str(prompt)) == 1
-    assert "what the run reads has changed since it started: the prompts" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "inputs-changed", "the prompts")
     assert contents(output) == first
     settings = tmp_path / "own.jsonl.config.toml"
     known = settings.read_text(encoding="utf-8").splitlines()
@@ -242,7 +243,7 @@ def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, t
     assert [r["id"] for r in lines(tmp_path / "self.jsonl.rejected.jsonl")] == ["Eve", "Flo"]
     before = dev.read_bytes()
     assert teach(dev, *exclude) == 1
-    assert "is also the file of --exclude" in capsys.readouterr().err and dev.read_bytes() == before
+    assert shows(capsys.readouterr().err, "output-is-input", "--exclude") and dev.read_bytes() == before
 
 
 def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_path, teach, monkeypatch, capsys):
@@ -268,7 +269,7 @@ def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_p
 def test_greedy_episodes_of_one_question_would_all_be_the_same(tmp_path, teach, capsys):
     for temperature in ("0", "1e-6"):
         assert teach(tmp_path / "own.jsonl", "--temperature", temperature) == 2
-    assert "pass --num-generations 1" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "greedy-samples")
 
 
 def test_the_memory_of_a_3b_in_nf4_is_planned_within_4_gib(capsys):

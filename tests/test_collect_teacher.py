@@ -15,6 +15,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.settings import ProtocolSettings
 from tests.collecting import lines, read_rows, row, run, write
+from tests.errors import shows
 
 SHOTS = len(build_protocol(ProtocolSettings()).shots)  # messages of the worked example
 
@@ -225,7 +226,7 @@ def test_a_cap_on_cost_stops_the_run(tmp_path, teach, capsys):
 def test_a_server_that_fails_stops_the_run_and_rejects_nobody(tmp_path, teach, capsys):
     teach.server.reply = lambda prompt, attempt: 500
     assert teach(write(tmp_path / "data.jsonl", [row(1)])) == 1
-    assert "the teacher does not reply: server" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "teacher-silent", "server")
     assert lines(teach.rejected) == []
 
 
@@ -233,14 +234,14 @@ def test_without_a_key_the_teacher_is_not_asked(tmp_path, teach, monkeypatch, ca
     monkeypatch.delenv("GOOGLE_API_KEY")
     monkeypatch.delenv("GEMINI_API_KEY", raising=False)
     assert teach(write(tmp_path / "data.jsonl", [row(1)])) == 1
-    assert "there is no key for Gemini" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "gemini-key-missing")
 
 
 def test_gold_does_not_overwrite_what_a_teacher_was_paid_for(tmp_path, teach, capsys):
     data = write(tmp_path / "data.jsonl", [row(1)])
     assert teach(data) == 0
     assert run(data, teach.output) == 1
-    assert "exists and is not empty" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "output-not-empty")
 
 
 def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, capsys):
@@ -250,13 +251,13 @@ def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, c
     kept = teach.output.read_bytes()
     assert teach(data, "--attempts", "3", "--max-hops", "4") == 1
     told = capsys.readouterr().err
-    assert "is from another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
+    assert shows(told, "other-run", "collect", "attempts (was 2, is 3), max_hops (was 5, is 4)")
     assert teach.output.read_bytes() == kept
     assert teach(data, "--attempts", "2", "--judge-rpm", "1000") == 0  # more questions, at another rate
     assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]
     (tmp_path / "out.jsonl.config.toml").write_text("[evaluate]\n")
     assert teach(data, "--attempts", "2") == 1
-    assert "is not a run of collect" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "not-a-run", "collect")
 
 
 def test_a_file_of_an_earlier_version_is_gone_on_with(tmp_path, teach):

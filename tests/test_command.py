@@ -39,10 +39,7 @@ def signals():
     ("name", "message"),
     [
         ("sft", "--data is missing: pass trajectories (see `python -m r3lite.collect`) or conversations"),
-        *(
-            (name, "--data is missing: pass a question file in any supported format, or name,subset,split")
-            for name in ("ppo", "collect")
-        ),
+        ("ppo", "--data is missing: pass a question file in any supported format, or name,subset,split"),
     ],
 )
 def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(capsys, name, message):

@@ -13,6 +13,7 @@ from r3lite.core.files import sole_writer, write_jsonl
 from r3lite.protocols.layout import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.verdict import StepVerdict, Verdict
+from tests.errors import shows
 from tests.evaluating import SCORES, answer, ask
 
 
@@ -238,7 +239,7 @@ def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monk
     # The same evaluation may be begun again in its folder, and no other one.
     monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: FakeJudge())
     assert evaluate.main([*toy, "--judge", "gemini", "--top-k", "1"]) == 1
-    assert "is from another run of evaluate: top_k (was 2, is 1)" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "other-run", "evaluate", "top_k (was 2, is 1)")
     assert evaluate.main([*toy, "--judge", "gemini", "--judge-rpm", "7"]) == 0
     assert (tmp_path / "out" / "scores.json").exists()
 
@@ -251,9 +252,9 @@ def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     assert evaluate.main([*toy, "--judge", "gemini"]) == 1
     assert "GOOGLE_API_KEY" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--retriever", "none"]) == 1
-    assert "--baseline single-retrieval needs a retriever" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "baseline-without-retriever", "single-retrieval")
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--format", "solution"]) == 1
-    assert "needs a search, but --format solution has none" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "baseline-without-searches", "solution")
     assert evaluate.main([*toy, "--baseline", "no_retrieval"]) == 2
     assert "did you mean no-retrieval?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -279,7 +280,7 @@ def test_an_earlier_evaluation_is_not_replaced(toy, tmp_path, capsys):
     assert evaluate.main([*toy, *limits]) == 0
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert evaluate.main([*toy, *limits]) == 1
-    assert "already has an evaluation" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "evaluation-exists")
     assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 

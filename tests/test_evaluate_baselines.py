@@ -11,6 +11,7 @@ from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.retrieval.setup import Setup
 from r3lite.settings.commands import BASELINES
 from tests.cold_start import WORLD
+from tests.errors import shows
 
 NAMES = ("Ada", "Bob", "Cy")
 ASKED = "Question: Where does {} live?\nAnswer with a short phrase or a name only, no explanation."
@@ -112,7 +113,7 @@ def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, s
 def test_gold_needs_gold_paragraphs(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "questions.jsonl", [{"question": "Who?", "answer": "Ada"}])
     assert evaluate.main([*toy, "--baseline", "gold"]) == 1
-    assert "--baseline gold) needs gold paragraphs; question questions-1 has none" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "golden-without-paragraphs", "questions-1")
 
 
 def test_a_dry_run_tells_what_a_baseline_brings(toy, capsys):
@@ -126,7 +127,7 @@ def test_an_unfinished_baseline_is_begun_again_only_by_itself(toy, says, tmp_pat
     monkeypatch.setattr(evaluating, "summary", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert evaluate.main([*toy, "--baseline", "rag"]) == 130
     assert evaluate.main([*toy, "--baseline", "closed-book"]) == 1
-    assert "is from another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "other-run", "evaluate", "baseline (was rag, is closed-book)")
     monkeypatch.undo()
     assert evaluate.main([*toy, "--baseline", "rag", "--max-new-tokens", "160"]) == 0
 

@@ -7,6 +7,7 @@ import pytest
 
 from r3lite import evaluate
 from r3lite.core.files import write_jsonl
+from tests.errors import shows
 from tests.evaluating import SCORES, answer
 
 
@@ -33,7 +34,7 @@ def test_two_evaluations_are_compared(two, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "exact match          0.000   0.333   +0.333    +0.000   +1.000" in shown
     assert evaluate.main(["--compare", first, second, "--output", str(tmp_path / "c")]) == 1
-    assert "is not an empty folder" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "output-not-empty")
     assert evaluate.main(["--compare", first, second, "--dry-run"]) == 0
 
 
@@ -79,7 +80,7 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
     assert "has no predictions" in told["empty"]
     assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
     assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
-    assert "--data is x, but has no effect here: it needs a run without --compare" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "setting-unused", "--data", "x", "a run without --compare")
 
 
 @pytest.fixture
@@ -130,18 +131,18 @@ def test_lists_that_do_not_match_are_refused(seeds_and_sets, tmp_path, capsys):
     assert "--compare has lists of 3 and 2 evaluations; they are compared pair by pair" in capsys.readouterr().err
     assert evaluate.main(["--compare", a, b, "x"]) == 2
     assert evaluate.main(["--compare", ",", ","]) == 2
-    assert "--compare has no evaluation" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "compare-empty")
     assert evaluate.main(["--compare", "a,a", "b,b"]) == 2
-    assert "--compare has the pair a and b more than once" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "compare-pair-twice", "a", "b")
     turned = ",".join(reversed(b.split(",")))
     assert evaluate.main(["--compare", a, turned]) == 1
-    assert "the evaluations have different questions" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "questions-differ")
     for model, side in (("c", a), ("d", b)):
         lines = (tmp_path / Path(side.split(",")[0]).name).read_text(encoding="utf-8").splitlines()
         (tmp_path / f"{model}.jsonl").write_text(lines[0] + "\n", encoding="utf-8")
     assert evaluate.main(["--compare", f"{a},{tmp_path / 'c.jsonl'}", f"{b},{tmp_path / 'd.jsonl'}"]) == 1
     told = capsys.readouterr().err
-    assert "c.jsonl and " in told and "have 1 questions in common, such as two1, but not all" in told
+    assert "c.jsonl and " in told and shows(told, "seeds-differ", "1", "two1")
 
 
 def test_questions_at_which_a_retriever_failed_are_left_out_and_told(two, tmp_path, capsys):

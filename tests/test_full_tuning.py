@@ -15,7 +15,7 @@ from r3lite.models import full_tuning, lora
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.settings import common
 from r3lite.training import checkpoint, metrics
-from tests.errors import raises
+from tests.errors import raises, shows
 from tests.test_sft import toy  # noqa: F401 (a fixture)
 
 FULL = ["--no-lora", "--batch-size", "2", "--learning-rate", "2e-3"]
@@ -94,12 +94,12 @@ def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys)
     arguments = [*toy, *FULL, "--max-steps", "1", "--config", str(file), "--output", str(tmp_path / "run")]
     assert sft.main(arguments) == 2
     told = capsys.readouterr().err
-    assert "--gradient-accumulation is 4, but has no effect here: it needs a run without --no-lora" in told
+    assert shows(told, "setting-unused", "--gradient-accumulation", "4", "a run without --no-lora")
     assert f"(in {file} it may stand in the table of another command)" in told
     # As of a run that an earlier version began.
     monkeypatch.setattr(common, "check_used", lambda *settings: None)
     assert sft.main(arguments) == 1
-    assert "the 8 rows of a step must be one pass through the model, not 4" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "no-lora-passes", "8", "4")
 
 
 def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -112,7 +112,7 @@ def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy,
     monkeypatch.setattr(full_tuning.FullTuning, "apply_last", out_of_memory)
     assert sft.main([*toy, *FULL, "--max-steps", "2", "--output", str(tmp_path / "run")]) == 1
     told = capsys.readouterr().err
-    assert "memory ran out in the middle of an update" in told and "--resume auto" in told
+    assert shows(told, "memory-mid-update") and "--resume auto" in told
     assert not checkpoint.folders_by_step(tmp_path / "run")
 
 
@@ -135,12 +135,12 @@ def test_settings_of_lora_beside_it_are_refused_by_name(given, capsys):
 
 def test_rl_trains_adapters_only(capsys):
     assert ppo.main(["--no-lora", "--data", "x", "--dry-run"]) == 2
-    assert "--no-lora works with sft only" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "no-lora-sft-only")
 
 
 def test_what_it_cannot_train_is_refused(toy, tmp_path, capsys):  # noqa: F811
     assert sft.main([*toy, *FULL, "--dtype", "fp16", "--output", str(tmp_path / "run")]) == 1
-    assert "Pass --dtype bf16 or fp32" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "no-lora-fp16")
 
 
 @pytest.fixture

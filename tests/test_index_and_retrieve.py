@@ -9,6 +9,7 @@ from r3lite import index, retrieve
 from r3lite.core.files import shipped, sole_writer
 from r3lite.datasets.qa import read_questions
 from r3lite.retrieval.lexical import Lexical
+from tests.errors import shows
 
 HOTPOT = ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl")
 MUSIQUE = ("musique/train_100.jsonl", "musique/corpus_1890.jsonl")
@@ -101,7 +102,7 @@ def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
         assert retrieve.main([*asked, "x", *wrong]) == 2
     assert retrieve.main(["--query", "x", "--context", "question", *data]) == 2
     assert retrieve.main(["--query", "x", "--encoder", "hashing"]) == 1
-    assert "nothing to search" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "nothing-to-search")
 
 
 def test_gaps_of_a_corpus_are_reported_with_what_they_cost(tmp_path, capsys):
@@ -188,7 +189,7 @@ def test_an_index_is_replaced_by_one_of_the_same_corpus_only_and_it_is_said(tmp_
     assert "replacing   the index of the same corpus" in capsys.readouterr().out
     assert index.main(["--corpus", str(other), *options]) == 1
     error = capsys.readouterr().err
-    assert "holds an index of another corpus" in error and "Pass another --output" in error
+    assert shows(error, "index-corpus-differs") and "Pass another --output" in error
     assert '"x"' in (tmp_path / "i" / "passages.jsonl").read_text()
 
 
@@ -197,7 +198,7 @@ def test_an_earlier_measurement_and_an_index_are_not_written_over(tmp_path, caps
     assert retrieve.main([*asked, "--output", str(tmp_path)]) == 0
     before = (tmp_path / "recall.json").read_bytes()
     assert retrieve.main([*asked, "--limit", "3", "--output", str(tmp_path)]) == 1
-    assert "already has a recall.json" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "output-exists", "recall.json")
     assert (tmp_path / "recall.json").read_bytes() == before
 
 

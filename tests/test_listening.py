@@ -16,7 +16,7 @@ from r3lite.core.http_server import Server
 from r3lite.retrieval import server as retrieval_server
 from r3lite.retrieval.remote import Remote
 from r3lite.settings import ServerSettings
-from tests.errors import raises
+from tests.errors import raises, shows
 
 OURS = ["127.0.0.1", "127.0.0.2", "127.255.0.9", "::1", "[::1]", "::ffff:127.0.0.1", "localhost", "LOCALHOST"]
 OTHERS = ["0.0.0.0", "::", "192.168.1.7", "::2", "128.0.0.1", "example.org", "localhost.example.org", "", "[::1"]
@@ -107,7 +107,7 @@ def test_a_retriever_that_others_can_reach_needs_a_token_before_it_loads_anythin
     monkeypatch.delenv(listening.TOKEN, raising=False)
     monkeypatch.setattr(retrieve, "read_setup", lambda *arguments: pytest.fail("it loads"))
     assert retrieve.main(["--corpus", "x.jsonl", "--serve", "--port", "0", "--host", "0.0.0.0"]) == 1
-    assert "--host 0.0.0.0 can be reached from other machines, but R3LITE_TOKEN is not set" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "token-missing", "0.0.0.0", "R3LITE_TOKEN")
 
 
 def status_of(url: str, body: bytes | None, authorization: str | None) -> int:
@@ -159,4 +159,4 @@ def test_a_port_in_use_shows_before_anything_is_loaded(monkeypatch, capsys, comm
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert command.main([*flags, "--port", str(port)]) == 1
-    assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "cannot-listen", "127.0.0.1", port)

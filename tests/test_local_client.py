@@ -22,6 +22,7 @@ from r3lite.models import weights
 from r3lite.rewards.judge import build_judge, request_for
 from r3lite.rollout.engine import Engine
 from r3lite.settings import JudgeSettings, LengthSettings, MemorySettings, ModelSettings, RetrievalSettings
+from tests.errors import shows
 from tests.marks import ask
 
 TINY = shipped("checkpoints", "tiny")
@@ -227,7 +228,7 @@ def test_the_memory_that_it_takes_is_planned(tmp_path, small_model, write_folder
         LocalClient(settings, None, CPU, MemorySettings(nf4_cache=None)).generate_all(requests)
         gc.collect()
         assert counter.live < 1.1 * counter.peak and held is not None
-    work = evaluate_workload(CPU, LengthSettings(), RetrievalSettings(), 8, settings)
+    work = evaluate_workload(CPU, LengthSettings(), RetrievalSettings(), 8, judge=settings)
     memory = work.judge.memory
     tokens = len(client().tokenizer.open_chat(requests[0].prompt)) + 24
     shorter = replace(work, judge=replace(work.judge, row_tokens=tokens))
@@ -262,7 +263,7 @@ def test_errors_say_what_to_do(tmp_path, capsys):
     data = ["--data", str(WORLD / "dev.jsonl"), "--retriever", "none", "--output", str(tmp_path / "out")]
     lost = ["--judge", "local", "--judge-model", "no such folder"]
     assert evaluate.main(["--preset", "tiny", *data, *lost]) == 1
-    assert "no such model folder: no such folder" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "model-absent", "no such folder")
     taught = ["--source", "teacher", "--judge", "local"]
     assert collect.main(["--preset", "tiny", *data, *taught]) == 2
-    assert "--judge local cannot be a teacher" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "local-teacher")

@@ -205,7 +205,7 @@ def questions(trained, tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def graphs_on_the_cpu(monkeypatch):
-    graphs = lambda model, cache: GraphDecoder(model, cache, SLOTS, Replayed())  # noqa: E731
+    graphs = lambda model, cache, drafter: GraphDecoder(model, cache, SLOTS, Replayed())  # noqa: E731
     monkeypatch.setattr(engine, "Decoder", graphs)
 
 

@@ -16,6 +16,7 @@ from r3lite.models import lora, weights
 from r3lite.models.config_file import is_nf4
 from r3lite.settings import OptimizerSettings
 from r3lite.training import optim
+from tests.errors import shows
 
 QUESTIONS = ["--data", str(shipped("data", "world", "train.jsonl")), "--limit", "2", "--encoder", "hashing"]
 TINY = ["--preset", "tiny", "--device", "cpu"]
@@ -105,7 +106,7 @@ def test_token_ids_without_a_row_in_the_embedding_are_refused(base, commands, ca
     """They were an IndexError in the middle of the run."""
     change_config(base, vocab_size=1000)
     error = refused(capsys, commands[name])
-    assert f"the tokenizer in {base} has token ids up to 1023, but vocab_size in config.json is 1000" in error
+    assert shows(error, "tokenizer-beyond-embedding", base, "1023", "vocab_size in config.json is 1000")
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo", "evaluate"])
@@ -114,7 +115,7 @@ def test_rows_longer_than_the_model_was_made_for_are_refused(base, commands, cap
     change_config(base, max_position_embeddings=500)
     error = refused(capsys, commands[name])
     assert "max_position_embeddings in" in error and "config.json is 500\n" in error
-    assert "Pass --max-length 500 or less." in error
+    assert shows(error, "rows-beyond-positions", "500")
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo", "evaluate"])
@@ -124,7 +125,7 @@ def test_the_adapter_of_another_base_is_refused(base, commands, tmp_path, capsys
     change_weights(base, add_one("model.layers.2.mlp.up_proj.weight"))
     error = refused(capsys, commands[name], "--adapter", adapter)
     assert f"trained on another base: the/first-base with the fingerprint {first}" in error
-    assert f"--model {base} has {weights.fingerprint(base)}" in error
+    assert shows(error, "base-differs", base, weights.fingerprint(base))
 
 
 def test_the_adapter_of_a_run_has_the_fingerprint_of_its_base_and_goes_on(base, commands, tmp_path):
@@ -169,7 +170,7 @@ def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, ca
         return
     error = refused(capsys, commands[name], "--adapter", adapter, *asked)
     assert words.format(adapter) in error
-    assert "or train a new adapter without --adapter" in error
+    assert shows(error, "adapter-setting-differs")
 
 
 def test_the_same_shape_beside_an_adapter_is_taken(base, commands, tmp_path):

@@ -11,6 +11,7 @@ from r3lite.core.answer_match import normalize
 from r3lite.core.files import read_jsonl
 from r3lite.datasets import splits
 from r3lite.datasets.qa import read_questions
+from tests.errors import shows
 
 BOOKS = [f"Who wrote book {i}?" for i in range(50)]
 
@@ -108,7 +109,7 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(questions, tmp_path
     """A train.jsonl of the user's own was once written over."""
     path = write(tmp_path / "train.jsonl", [{"question": "Mine?", "answer": "yes"}])
     assert run(questions, tmp_path) == 1
-    assert "is not an empty folder: it holds " in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "output-not-empty")
     assert "Mine?" in path.read_text(encoding="utf-8")
 
 

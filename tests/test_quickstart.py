@@ -13,6 +13,7 @@ from r3lite.core.files import write_json, write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.settings import QuickstartSettings
 from tests.commands import CONFIGS
+from tests.errors import shows
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +26,7 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_, **__: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
-    assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Pass a new folder" in error
+    assert shows(error, "output-not-empty", tmp_path / name) and "Pass a new folder" in error
 
 
 def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, capsys):

@@ -19,7 +19,7 @@ from r3lite.core.files import read_jsonl, shipped
 from r3lite.core.invocation import resolve
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
-from tests.errors import raises
+from tests.errors import raises, shows
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -335,7 +335,7 @@ def test_a_port_in_use_is_named(capsys):
     with listening.listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         assert serve.main(["--preset", "tiny", "--retriever", "none", "--port", port]) == 1
-    assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "cannot-listen", "127.0.0.1", port)
 
 
 def test_a_dry_run_tells_the_memory(capsys):

@@ -25,6 +25,7 @@ from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 from r3lite.training.earlier_run import QUESTIONS, demonstrated, question_hash
+from tests.errors import shows
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -296,4 +297,4 @@ def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", map(trajectory, reversed(range(20))))
     assert len(read_rows(tmp_path / "rows.jsonl", build_protocol(ProtocolSettings()))) == 20
     assert sft.main([*arguments, "--resume", "auto"]) == 1
-    assert "the data have changed" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "data-changed")

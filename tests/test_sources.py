@@ -22,7 +22,7 @@ from r3lite.protocols.chat import Chat
 from r3lite.protocols.layout import Layout
 from r3lite.settings import LengthSettings, PpoConfig, SftConfig
 from tests.cold_start import WORLD, arguments, logged, same
-from tests.errors import raises
+from tests.errors import raises, shows
 from tests.test_sft import SHORT, assert_same_run, log, start, toy, trajectory, wait_for  # noqa: F401
 
 PAGE = Path(__file__).parent.parent / "docs" / "sources.md"
@@ -148,7 +148,7 @@ def test_the_dry_run_of_sft_shows_the_sources(mixed, capsys):
     assert re.search(r"rows +50\.0% +any +r3 +\d+ of ", told) and re.search(r"talk +25\.0% +chat +chat +\d+ of ", told)
     assert "39 rows, 2 more held out" in told
     assert sft.main([*mixed, "--data", "x.jsonl", "--dry-run"]) == 2
-    assert "--data and [[sources]] are both given" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "data-and-sources")
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_the_dry_run_of_rl_shows_the_sources_and_traces_are_refused(rl_sources, 
     told = capsys.readouterr().out
     assert re.search(r"dev +33\.3% +any +tags +100 of ", told) and "904 questions" in told
     assert ppo.main([*given, "--algorithm", "luffy", "--traces", "x.jsonl", "--dry-run"]) == 2
-    assert "--traces needs --data, without [[sources]]" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "setting-with-sources", "--traces")
 
 
 def test_prompts_of_sources_share_what_all_begin_with_and_must_leave_room(tokenizer):

@@ -13,6 +13,7 @@ from r3lite.protocols.templates import prompt_file
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings
 from r3lite.tuning.history import History
+from tests.errors import shows
 
 WORLD = shipped("data", "world")
 FIRST = "Hurry. The question: {question}"
@@ -206,7 +207,7 @@ def test_replies_that_are_none_are_rejected_and_if_all_are_it_stops(run, model, 
     critic.script = lambda body: answers.said("oops")
     assert run() == 1
     told = capsys.readouterr().err
-    assert "none of the critic's 4 replies can be used; the first: the reply is not valid JSON" in told
+    assert shows(told, "critic-useless", "4", "the reply is not valid JSON")
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}\n"
     replies = ["oops", json.dumps({"critique": " "}), json.dumps({"prompt": 7})]
     critic.script = lambda body: answers.said(replies.pop()) if replies else good(body)
@@ -237,13 +238,13 @@ def test_a_prompt_that_fails_nowhere_is_not_criticized(run, model, critic, files
 def test_what_is_there_is_another_runs(run, model, critic, files, capsys):
     assert run("--rounds", "1") == 0
     assert run("--rounds", "1", "--beam", "3") == 1
-    assert "is from another run of tune_prompt: beam (was 2, is 3)" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "other-run", "tune_prompt", "beam (was 2, is 3)")
     (files / "first.txt").write_text("Be calm. {question}", encoding="utf-8")
     assert run("--rounds", "1") == 1
-    assert "has another first prompt or other questions" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "history-differs")
     (files / "mine").mkdir()
     (files / "mine" / "notes.txt").write_text("x", encoding="utf-8")
-    assert run(output="mine") == 1 and "is not an empty folder" in capsys.readouterr().err
+    assert run(output="mine") == 1 and shows(capsys.readouterr().err, "output-not-empty")
 
 
 def test_more_rounds_go_on_from_what_is_there(run, model, critic, files):
@@ -254,9 +255,9 @@ def test_more_rounds_go_on_from_what_is_there(run, model, critic, files):
 
 
 def test_errors_and_dry_run(run, model, critic, files, capsys):
-    assert run("--judge", "none") == 2 and "has no effect here: it needs --judge" in capsys.readouterr().err
+    assert run("--judge", "none") == 2 and shows(capsys.readouterr().err, "setting-unused", "--judge")
     assert run("--format", "tags", "--init-prompt", "none", "--improve", "step_prompt") == 2
-    assert "--format tags has no such prompt" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "prompt-absent", "tags")
     assert run("--beam", "4", "--rounds", "3", "--dry-run") == 0
     told = capsys.readouterr().out
     assert "At most 72 calls of the critic (36 critiques, 36 edits) and 37 prompts scored" in told

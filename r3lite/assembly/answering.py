@@ -64,6 +64,7 @@ def build_engine(
         sampler=sampler,
         grant=policy.grant,
         autocast=policy.precision.autocast,
+        draft_tokens=config.sampling.draft_tokens,
     )
 
 
@@ -74,6 +75,7 @@ def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | N
         lengths=config.lengths,
         retrieval=config.retrieval,
         questions=questions,
+        draft_tokens=config.sampling.draft_tokens,
         judge=judge,
     )
     return make_plan(workload, config.memory, config.sampling)

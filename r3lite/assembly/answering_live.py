@@ -119,6 +119,7 @@ def plan_lanes(config: ServeConfig) -> Plan:
         lengths=config.lengths,
         retrieval=config.retrieval,
         questions=config.sampling.rollout_batch_size or ROWS,
+        draft_tokens=config.sampling.draft_tokens,
     )
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
@@ -199,6 +200,7 @@ class LiveAnswers:
             grant=loaded.grant,
             autocast=loaded.precision.autocast,
             layouts=self.layouts,
+            draft_tokens=config.sampling.draft_tokens,
         )
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         documents = name_of_documents(config) if self.searches else None

@@ -107,6 +107,7 @@ def build_learning(
         autocast=policy.precision.autocast,
         spans=spans,
         layouts=layouts,
+        draft_tokens=config.sampling.draft_tokens,
     )
     learner = Learner(
         policy.model,

@@ -216,6 +216,7 @@ def build_service(config: RolloutWorkerConfig, token: str | None = None) -> Roll
         grant=policy.grant,
         autocast=policy.precision.autocast,
         layouts=layouts,
+        draft_tokens=config.sampling.draft_tokens,
     )
     facts = facts_of(
         config,

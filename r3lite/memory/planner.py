@@ -20,6 +20,7 @@ from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.projections import of_model
 from r3lite.models.stacks import stacks
+from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
@@ -382,6 +383,7 @@ def as_judge(w: Workload, judge: JudgeWork) -> Workload:
         row_tokens=judge.row_tokens,
         reads=judge.row_tokens,
         episodes=judge.memory.rollout_batch_size,
+        draft_tokens=0,
     )
 
 
@@ -413,9 +415,16 @@ def _sample(w: Workload, memory: Memory) -> Parts:
         "KV cache": kv_bytes(w, rows, cached),
         "prefill": _forward(w, memory, together) + masks,
     }
+    logits = w.model.vocab_size * w.element
+    row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
+    sampling = rows * row_sampling
+    if w.draft_tokens and not graphs:  # of the rows that go on, logits are copied from those of all places
+        drafting_rows = min(rows, DRAFTING_ROWS)
+        places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
+        sampling = max(sampling, drafting_rows * row_sampling + places * logits)
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
-        "sampling": rows * w.model.vocab_size * (w.element + FP32 + FP32),  # logits; scaled ones and probabilities
+        "sampling": sampling,
     }
     return largest([reading, drawing])
 

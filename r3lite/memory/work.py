@@ -53,6 +53,7 @@ class Workload:
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
+    draft_tokens: int = 0  # of a row in one pass of decoding at most
     retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
     off_policy: int = 0  # episodes of others that a round learns from at most
     scores: float = 0  # passes over a round's episodes without gradients, such as under the reference

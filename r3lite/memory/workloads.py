@@ -139,6 +139,7 @@ def rl_workload(
         scored_rows=rows_per_pass,
         off_policy=off_policy,
         shared=min(shared, lengths.max_length),
+        draft_tokens=config.sampling.draft_tokens,
         scores=rl.has_reference + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
         adapters=2 if rl.has_reference and model.adapter else 1,  # without --adapter, the bare base is the reference
         keeps_step=rl.kl_budget is not None,
@@ -210,14 +211,17 @@ def evaluate_workload(
     lengths: LengthSettings,
     retrieval: RetrievalSettings,
     questions: int,
+    draft_tokens: int = 0,
     judge: JudgeSettings | None = None,
 ) -> Workload:
-    """Returns answering `questions` questions, and judging the answers if there is a judge."""
+    """Returns answering `questions` questions, with drafts of at most `draft_tokens`, and judging the answers if there
+    is a judge."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     return Workload(
         **_base(model),
         **adapter,
         **_sampling(lengths, retrieval, questions),
+        draft_tokens=draft_tokens,
         trains=False,
         judge=judge_work(judge, model) if judge else None,
     )

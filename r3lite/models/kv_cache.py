@@ -177,6 +177,19 @@ class KVCache:
         positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
         return Decode(self, positions_on_device[:, None], used)
 
+    def truncate(self, row: int, length: int) -> None:
+        """Makes a row end after its first `length` tokens, as if those behind them had never been run.
+
+        What is behind them is masked until it is overwritten; see `wipe` for what a mask does not remove.
+        """
+        self.lengths[row] = length
+
+    def wipe(self, row: int) -> None:
+        """Overwrites all that is behind a row's tokens: a mask does not remove a NaN from a sum."""
+        length = self.lengths[row]
+        for block in self.blocks:
+            block[row, :, length:] = 0
+
     def copy(
         self,
         source: int,

@@ -56,7 +56,11 @@ def divisor_factors(divisors: Tensor, scaling: RopeScaling | LinearScaling) -> T
 
 @functools.cache
 def _head_divisors(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """Returns the divisors [D] of a whole head; those of the first half are negated, see rotary_angles."""
+    """Returns the divisors [D] of a whole head, negative in its first half, for the signs of `functions.rotate_`.
+
+    A rotation by an angle a turns the halves (x, y) of a pair into (x cos a - y sin a, y cos a + x sin a). Because
+    cos(-a) = cos a and sin(-a) = -sin a, angles of -a in the first half give that minus sign, once for all layers.
+    """
     half = rotary_divisors(head_dim, rope.theta)
     if rope.scaling:
         half = half * divisor_factors(half, rope.scaling)
@@ -71,8 +75,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
-    The angles are computed in fp32, the results are in `dtype`. The first half of the divisors is negative, and so are
-    its sines: that is done here, once, instead of in half of every head in every layer.
+    The angles are computed in fp32, the results are in `dtype`. In the first half of a head the sines are negated, see
+    `_head_divisors`.
     """
     head_divisors = _head_divisors(rope, head_dim, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]

@@ -13,26 +13,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.models.attention import AttentionContext
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.kv_cache import BLOCK, Decode, KVCache
+from r3lite.models.verification import Verification
+from r3lite.rollout.drafts import Drafter
 
 LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the model itself
 
 
 class Decoder:
-    """Runs one more token in each of the rows 0 .. n-1 of a cache."""
+    """Runs one more token in each of the rows 0 .. n-1 of a cache, or with a `drafter` some more."""
 
-    def __init__(self, model: CausalLM, cache: KVCache):
+    def __init__(self, model: CausalLM, cache: KVCache, drafter: Drafter | None = None):
         self.model = model
         self.cache = cache
+        self.drafter = drafter
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Returns the hidden states [n, C] after one more token in each of the first n rows."""
         context = self.cache.decode(len(tokens))
         ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
+        return self._run(ids, context)[:, 0]
+
+    def verify(self, additions: list[list[int]]) -> Tensor | None:
+        """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
+
+        If they are not all finite, the cache is as before, and there are none.
+        """
+        lengths = self.cache.lengths[: len(additions)]
+        context = Verification(self.cache, additions)
+        hidden = self._run(context.tokens, context)[0]
+        if hidden.isfinite().all():
+            return hidden
+        for row, length in enumerate(lengths):
+            self.cache.truncate(row, length)
+            self.cache.wipe(row)
+        return None
+
+    def _run(self, ids: Tensor, context: AttentionContext) -> Tensor:
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
         with torch.autocast(self.cache.device.type, enabled=False):
-            return self.model(ids, context)[:, 0]
+            return self.model(ids, context)
 
 
 class GraphDecoder(Decoder):

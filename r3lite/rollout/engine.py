@@ -27,6 +27,7 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
+from r3lite.rollout.drafts import Drafter, drafter_of, room, verify
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Listener, Sequence
@@ -44,6 +45,7 @@ class Engine:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans = NO_SPANS
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
+    draft_tokens: int = 0  # of a row in one pass at most, see drafts.py
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
@@ -154,7 +156,8 @@ class Engine:
         if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
-            decoder = Decoder(self.model, cache)
+            drafter = drafter_of(self.model, self.draft_tokens, self.layout.tokenizer.stop_id, sequences=sequences)
+            decoder = Decoder(self.model, cache, drafter)
         return Scheduler(list(sequences), cache), decoder
 
     def iterate(
@@ -231,14 +234,67 @@ class Engine:
                 scheduler.rows[row].cached += len(tokens)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
-        """Runs the last token of each running sequence and samples the next one; returns those that have got one."""
+        """Runs the last token of each running sequence and samples the next one; returns those that have got one.
+
+        With drafts, a sequence may get several.
+        """
         rows = scheduler.running
         if not rows:
             return []
+        if decoder.drafter:
+            sampled = self._decode_drafts(scheduler, decoder, decoder.drafter)
+            if sampled is not None:
+                return sampled
         last_tokens = [sequence.tokens[-1] for sequence in rows]
         hidden = decoder(last_tokens)  # [B, C]
-        logits = linear(hidden, self.model.head_weight)  # [B, V]
+        sampled = self._sample_next(hidden, self._logits(hidden), rows)
+        for sequence in sampled:
+            sequence.cached += 1
+        return sampled
+
+    def _decode_drafts(
+        self,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        drafter: Drafter,
+    ) -> list[Sequence] | None:
+        """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
+        rows = scheduler.running
+        drafts = drafter.propose(rows, [room(sequence, self.layout_of(sequence).lengths) for sequence in rows])
+        if not any(drafts):
+            return None
+        additions = [[sequence.tokens[-1], *draft] for sequence, draft in zip(rows, drafts, strict=True)]
+        hidden = decoder.verify(additions)  # [N, C]
+        if hidden is None:
+            return None
+        logits = self._logits(hidden)  # [N, V]
+        agreement = verify(
+            rows,
+            drafts,
+            sample=lambda places, sequences: self._sample_next(hidden[places], logits[places], sequences),
+            turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
+        )
+        drafter.count(agreement)
+        for row, sequence in enumerate(rows):
+            scheduler.keep(row, len(sequence.tokens) - 1)
+        return [sequence for row, sequence in enumerate(rows) if row not in agreement.failed]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
+        logits = linear(hidden, self.model.head_weight)
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
+        return logits
+
+    def _sample_next(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        rows: list[Sequence],
+    ) -> list[Sequence]:
+        """Samples one token of each sequence by its hidden states [B, C] and logits [B, V]; returns those that got one.
+
+        A sequence whose logits are not finite fails.
+        """
         tokens, logprobs = self._sample(logits, rows)  # [B] each
         numbers = [tokens.to(logprobs), logprobs]
         if self.value_head is not None:
@@ -253,7 +309,6 @@ class Engine:
                 self._fail(sequence, error)
                 continue
             sampled.append(sequence)
-            sequence.cached += 1
             sequence.write([int(token)])
             sequence.logprobs.append(logprob)
             sequence.values.append(value)

@@ -5,6 +5,7 @@ another's. An iteration samples one token of every row of every lane that has wo
 weights are loaded, and within a lane it is first come, first served. Knows no requests and no clock.
 """
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -35,11 +36,16 @@ class Visitor(Sequence):
     error: NotFinite | None = None
 
     @property
+    def tokens_left(self) -> float:
+        """How many tokens it may write yet, beside the limits of its layout."""
+        if self.max_tokens is None:
+            return math.inf
+        return self.max_tokens - len(self.logprobs)
+
+    @property
     def must_leave(self) -> bool:
         """True if it leaves, cannot go on, or has written all that it may."""
-        if self.leaving or self.error is not None:
-            return True
-        return self.max_tokens is not None and len(self.logprobs) >= self.max_tokens
+        return self.leaving or self.error is not None or self.tokens_left <= 0
 
 
 class LaneEngine(Engine):

@@ -103,6 +103,11 @@ class Scheduler:
         self._swap(self.active, len(self.rows) - 1)
         self.last_released = self.rows.pop()
 
+    def keep(self, row: int, length: int) -> None:
+        """Makes a row of the cache, and what its sequence counts of it, end after its first `length` tokens."""
+        self.cache.truncate(row, length)
+        self.rows[row].cached = length
+
     def discard(self, sequence: Sequence) -> None:
         """Frees the row of a running sequence, and clears it: its keys and values may be no numbers.
 

@@ -1,5 +1,6 @@
 """One episode while it is sampled: its transcript, its random stream and its place in the cache."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ class Sequence(Transcript):
     listener: Listener | None = None
     place: int = 0  # index among the sequences that are sampled together
     turn_started_at: int = 0  # nanoseconds since 1970; 0 if no spans are recorded
+
+    @property
+    def tokens_left(self) -> float:
+        """How many tokens it may write yet, beside the limits of its layout."""
+        return math.inf
 
     def begin_turn(self, spans: Spans) -> None:
         """Notes the time, if nothing of the current turn has been sampled."""

@@ -27,33 +27,43 @@ def has_steps(s: CommandSettings) -> bool:
     return s.baseline not in ("rag", "closed-book", "gold")
 
 
+def has_searching_format(s: CommandSettings) -> bool:
+    """Tells whether a format in use has searches: every one but solution."""
+    return bool(formats(s) - {"solution"})
+
+
 def has_queries(s: CommandSettings) -> bool:
-    """Tells whether the model may write queries."""
-    return bool(formats(s) - {"solution"}) and s.baseline in (None, "none")
+    """Tells whether the model may write queries. With a baseline it writes none: the question itself is the query."""
+    return has_searching_format(s) and s.baseline in (None, "none")
 
 
 def has_documents(s: CommandSettings) -> bool:
-    """Tells whether documents are given."""
-    if not formats(s) - {"solution"}:
+    """Tells whether the model gets documents."""
+    if not has_searching_format(s):
         return False
     return s.baseline not in ("closed-book", "no-retrieval") and s.retriever != "none"
 
 
 def has_search(s: CommandSettings) -> bool:
-    """Tells whether documents are found by a search."""
+    """Tells whether a search finds these documents; `golden` takes them from the question."""
     return has_documents(s) and s.retriever != "golden"
 
 
 def reads_paragraphs(s: CommandSettings) -> bool:
     """Tells whether documents are the paragraphs that come with the questions."""
-    if not has_documents(s) or "://" in (s.retriever or "") or s.retriever in SERVICES:
+    retriever = s.retriever or ""
+    is_elsewhere = "://" in retriever or retriever in SERVICES
+    if not has_documents(s) or is_elsewhere:
         return False
-    return s.retriever == "golden" or not (s.corpus or s.index)
+    has_corpus = s.corpus or s.index
+    return retriever == "golden" or not has_corpus
 
 
 def chooses_procedure(s: CommandSettings) -> bool:
     """Tells whether there are procedures and a question for which one is chosen."""
-    return bool(s.match if s.command == "procedures" else s.procedures)
+    if s.command == "procedures":
+        return bool(s.match)
+    return bool(s.procedures)
 
 
 def describes_procedures(s: CommandSettings) -> bool:
@@ -101,8 +111,10 @@ def tunes_adapter(s: CommandSettings) -> bool:
 
 
 def judges(s: CommandSettings) -> bool:
-    """Tells whether a judge, or a teacher in its place, is asked."""
-    return s.source == "teacher" if s.command == "collect" else s.judge != "none"
+    """Tells whether a judge is asked, or a teacher in its place."""
+    if s.command == "collect":
+        return s.source == "teacher"
+    return s.judge != "none"
 
 
 def writes_file(s: CommandSettings) -> bool:

@@ -10,6 +10,8 @@ from r3lite.settings.conditions import has_documents, has_queries
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
 LEAST_TEMPERATURE = 1e-5
+DRAFTING_ROWS = 16  # more rows are sampled without drafts: a pass over them has enough to compute
+MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
 
 
 def is_greedy(temperature: float) -> bool:
@@ -62,6 +64,9 @@ class SamplingSettings(Section):
     """softmax temperature. 0, or less than 0.00001: greedy (not in RL)"""
     rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
     """episodes sampled together; default: as many as fit in the memory budget"""
+    draft_tokens: Annotated[int, Bounds(low=0, high=MOST_DRAFTED)] = 7
+    """maximum tokens of a draft, copied from the context and verified in one pass (on a CPU, and with --stream-layers);
+    0: none"""
 
 
 class TruncationSettings(Section):

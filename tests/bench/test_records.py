@@ -10,6 +10,7 @@ from bench import memory, options, profile, records, throughput
 from bench.records import NOT_RECORDED, Bench
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
+from tests.errors import raises
 
 BENCH = Bench("speed", "Speed", keys=("contest", "contestant"), figures=("tokens_per_second", "exponent"))
 ON = {"commit": "abc", "processor": "chip", "threads": 2, "precision": "fp32", "versions": {"torch": "2.13"}}
@@ -111,7 +112,7 @@ def test_the_precision_is_the_devices_own_unless_told(monkeypatch):
 def test_a_file_of_another_layout_is_refused_and_left(tmp_path):
     path = tmp_path / "speed-cpu.json"
     path.write_text('{"machine": "x", "sections": {}}')
-    with pytest.raises(R3LiteError, match="runs"):
+    with raises(R3LiteError, "bad-record", "runs"):
         records.keep(tmp_path, "cpu", BENCH, a_run("1", 1.0))
     assert path.read_text() == '{"machine": "x", "sections": {}}'
 

@@ -287,7 +287,7 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    with pytest.raises(R3LiteError, match=r"pip install 'r3lite\[hub\]'"):
+    with raises(R3LiteError, "package-missing", "r3lite[hub]"):
         read_questions(tmp_path / "a.parquet")
 
 

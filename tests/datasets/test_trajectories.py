@@ -19,6 +19,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.errors import raises
 
 FORMAT = build_protocol(ProtocolSettings(worked_example=False))
 TINY = {"init_prompt": "prompts/tiny/init_prompt.txt"}
@@ -169,7 +170,7 @@ def test_rows_that_do_not_fit_are_counted_aloud(tokenizer, encoded, capsys):
     rows = encode_rows([TRAJECTORY, long], layout)
     assert [r.tokens for r in rows] == [encoded.tokens]
     assert f"left out 1 of 2 rows, longer than {len(encoded.tokens)} tokens" in capsys.readouterr().err
-    with pytest.raises(R3LiteError, match="no row fits"):
+    with raises(R3LiteError, "no-row-fits"):
         encode_rows([long], layout_of(tokenizer, max_length=64))
 
 
@@ -206,7 +207,7 @@ def test_a_reply_of_weight_0_and_one_with_tools(tokenizer):
 def test_steps_that_search_are_refused_by_a_format_without_search():
     """They cannot be rendered: it was an AssertionError."""
     row = Record(TRAJECTORY.to_json(), Source("", ""))
-    with pytest.raises(InvalidRecord, match="step 1 has a query"):
+    with raises(InvalidRecord, "bad-record", "step 1", "query"):
         row_from_json(row, build_protocol(ProtocolSettings(format="solution")))
 
 

@@ -171,7 +171,7 @@ def test_its_state_is_json_and_goes_on_where_it_was():
     step(resumed, weight, optimizer, weight.sum())
     step(p, weight, optimizer, weight.sum())
     assert resumed.state_dict() == p.state_dict()
-    with pytest.raises(R3LiteError, match="--dtype"):
+    with raises(R3LiteError, "checkpoint-precision-differs", "--dtype"):
         Precision(torch.float32, CPU).load_state_dict(p.state_dict())
 
 

@@ -234,17 +234,17 @@ def test_an_address_that_cannot_be_reached_by_any_request_stops_at_once(client):
 
 
 @pytest.mark.parametrize(
-    "status, message, told",
+    "status, message, code",
     [
-        (400, "API key not valid. Please pass a valid API key.", "API key was rejected"),
-        (401, "bad credentials", "API key was rejected"),
-        (403, "permission denied", "API key was rejected"),
-        (404, "models/gemini-x is not found", "cannot be used"),
+        (400, "API key not valid. Please pass a valid API key.", "key-rejected"),
+        (401, "bad credentials", "key-rejected"),
+        (403, "permission denied", "key-rejected"),
+        (404, "models/gemini-x is not found", "model-unusable"),
     ],
 )
-def test_what_fails_every_request_stops_at_once(gemini, client, clock, failed, status, message, told):
+def test_what_fails_every_request_stops_at_once(gemini, client, clock, failed, status, message, code):
     gemini.script = [failed(status, message)]
-    with pytest.raises(R3LiteError, match=told):
+    with raises(R3LiteError, code):
         client().generate_all([ASK, ask("b")])
     assert clock.slept == []
 

@@ -188,18 +188,18 @@ def test_429_waits_as_long_as_it_is_told(server, asked, clock):
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "code", "named"),
     [
-        (401, failed("Incorrect API key provided", "invalid_api_key"), "the API key was rejected"),
-        (403, {"error": "Forbidden"}, "the API key was rejected: 403 : Forbidden"),
-        (404, failed("The model `m` does not exist", "model_not_found"), "m cannot be used"),
-        (404, {"object": "error", "message": "no such model", "code": 404}, "m cannot be used: 404 : no such model"),
-        (429, failed("You exceeded your current quota", "insufficient_quota"), "the account has no credit left"),
+        (401, failed("Incorrect API key provided", "invalid_api_key"), "key-rejected", "401"),
+        (403, {"error": "Forbidden"}, "key-rejected", "403 : Forbidden"),
+        (404, failed("The model `m` does not exist", "model_not_found"), "model-unusable", "m "),
+        (404, {"object": "error", "message": "no such model", "code": 404}, "model-unusable", "404 : no such model"),
+        (429, failed("You exceeded your current quota", "insufficient_quota"), "credit-exhausted", "429"),
     ],
 )
-def test_what_fails_every_request_stops_at_once(server, asked, clock, status, body, told):
+def test_what_fails_every_request_stops_at_once(server, asked, clock, status, body, code, named):
     server.says((status, body))
-    with pytest.raises(R3LiteError, match=told):
+    with raises(R3LiteError, code, named):
         asked().generate(ASK)
     assert clock.slept == []
 

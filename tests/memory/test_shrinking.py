@@ -293,7 +293,9 @@ def test_a_graph_that_does_not_fit_is_captured_for_fewer_episodes(toy, tmp_path,
         buckets.append(len(result))
         return lambda: result.copy_(work()), result
 
-    monkeypatch.setattr(engine, "Decoder", lambda model, cache: decoder.GraphDecoder(model, cache, 64, capture))
+    monkeypatch.setattr(
+        engine, "Decoder", lambda model, cache, drafter: decoder.GraphDecoder(model, cache, 64, capture)
+    )
     capsys.readouterr()
     assert run_rl(toy, tmp_path / "small") == 0
     told = capsys.readouterr().err

@@ -18,7 +18,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import HashingEncoder, make_encoder
 from r3lite.retrieval.vectors import estimate
 from tests.built_index import encoder_settings
-from tests.errors import raises
+from tests.errors import raises, shows
 
 DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 % 31}.") for i in range(23)]
 
@@ -159,7 +159,7 @@ def test_settings_of_cutting_are_refused_beside_a_corpus(tmp_path, capsys):
     """They were ignored without a word."""
     for option in (["--chunk-tokens", "64"], ["--chunk-overlap", "3", "--dry-run"]):
         assert recipe.main(["--corpus", "x.jsonl", "--output", str(tmp_path / "i"), *option]) == 2
-        assert f"{option[0]} is {option[1]}, but has no effect here: it needs --documents" in capsys.readouterr().err
+        assert shows(capsys.readouterr().err, "setting-unused", option[0], option[1], "--documents")
 
 
 def test_a_dry_run_tells_what_the_index_takes(tmp_path, capsys):
@@ -168,4 +168,4 @@ def test_a_dry_run_tells_what_the_index_takes(tmp_path, capsys):
     assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--dry-run"]) == 0
     assert "flat, 1 x 2048: 0.0 MiB to search" in capsys.readouterr().out
     assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--memory-budget", "4", "--dry-run"]) == 2
-    assert "--memory-budget 4 is not an amount of memory" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "bad-memory-size", "--memory-budget", "4")

@@ -15,7 +15,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.vectors import estimate
 from r3lite.settings import DocumentSettings, IndexSettings
 from tests.built_index import encoder_settings
-from tests.errors import raises
+from tests.errors import raises, shows
 
 D = 32
 
@@ -221,4 +221,4 @@ def test_the_command_adds_deletes_and_replaces(tmp_path, capsys):
     assert [d.text for d in index.read_documents(tmp_path / "i")] == ["text 2", "text 4", "text 4 again"]
     assert recipe.main(["--add", str(more), "--corpus", str(world), *options]) == 2
     assert recipe.main(["--add", str(more)]) == 2
-    assert "--output is missing" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "output-missing")

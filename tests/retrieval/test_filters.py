@@ -21,6 +21,7 @@ from r3lite.retrieval.setup import Setup, fitting
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
 from tests.built_index import encoder_settings
+from tests.errors import shows
 
 FIELDS = [
     {"lang": "en", "year": 1999, "free": True, "part": "[a]?"},
@@ -170,5 +171,5 @@ def test_a_passage_that_is_added_with_other_metadata_is_another_one(corpus, tmp_
     assert recipe.main(["--corpus", str(corpus), *given]) == 0
     write_jsonl(tmp_path / "more.jsonl", [row(0) | {"metadata": {"colour": "black"}}])
     assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 1
-    assert "has another passage with the id 'h0'" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "passage-id-taken", "'h0'")
     assert json.loads((tmp_path / "i" / "passages.jsonl").read_text().splitlines()[0])["metadata"]["colour"] == "red"

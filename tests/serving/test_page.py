@@ -173,7 +173,7 @@ def test_errors_are_words_for_people(browser, page):
     assert shown(browser, ".problem") == ["The question is too long for this model."]
     ask(browser, "crash")
     assert shown(browser, ".problem")[1] == "Internal error. See the server's log."
-    running.desk.places.most = 0
+    running.desk.places.limit = 0
     ask(browser, "full")
     assert shown(browser, ".problem")[2] == "The server is busy. Try again soon."
     assert browser.run("[...document.querySelectorAll('.problem')].every((e) => e.getAttribute('role') === 'alert')")
@@ -257,7 +257,7 @@ def test_axe_finds_nothing_serious(browser, page, width, dark):
             ask(browser, "Who wrote it?")
             browser.run("document.querySelector('.doc').open = true")
         if state == "failed":
-            running.desk.places.most = 0
+            running.desk.places.limit = 0
             ask(browser, "full")
         found = browser.run("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
         assert [v for v in found if v[0] in ("serious", "critical")] == [], (state, found)

@@ -19,7 +19,7 @@ from r3lite.rl import algorithms
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ProtocolSettings, RetrievalSettings, RLSettings
 from tests.commands import CONFIGS
-from tests.errors import raises
+from tests.errors import raises, shows
 
 # Texts that must be of a certain form; any other text is some file or name.
 TEXTS = {"judge_base_url": "http://host", "filter": "lang=en", "source_index": "News=x", "sources": "a.jsonl=1",
@@ -257,4 +257,4 @@ def test_a_command_refuses_before_its_work(capsys):
     work = functools.partial(pytest.fail, "it began")
     argv = ["--data", "x", "--fusion", "weighted"]
     assert command.Command("evaluate", CONFIGS["evaluate"][0], work)(argv) == 2
-    assert "--fusion is weighted, but has no effect here: it needs --retriever hybrid" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "setting-unused", "--fusion", "weighted", "--retriever hybrid")

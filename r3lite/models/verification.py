@@ -1,0 +1,102 @@
+"""The attention context of a pass over drafts: several more tokens in each of the first rows of a KV cache.
+
+A `Decode` gives each row one token, a `Prefill` gives rows many. Here they get a few each, and not all the same number:
+linear layers see them laid end to end, so that no row is padded, and attention sees all rows at once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from r3lite.models.attention import ALIGNMENT, masked_keys
+from r3lite.models.kv_cache import KVCache
+
+
+class Verification:
+    """N tokens laid end to end, some for each of the rows 0 .. B-1 of a cache; the context of a pass over ids [1, N].
+
+    The rows' lengths count all of them from now on. `KVCache.truncate` takes back those that were not confirmed.
+    """
+
+    def __init__(self, cache: KVCache, additions: Sequence[Sequence[int]]):
+        """`additions`: the tokens that are added to each row, at least one."""
+        self.cache = cache
+        self.row_count = len(additions)
+        counts = [len(tokens) for tokens in additions]
+        self.longest = max(counts)
+        starts = cache.lengths[: self.row_count]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.used = max(ends)
+        cache.reserve(self.used)
+        cache.lengths[: self.row_count] = ends
+        tokens: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        padded: list[list[int]] = []  # of each row the places of its tokens among all N, filled up by the first
+        for row, (start, addition) in enumerate(zip(starts, additions, strict=True)):
+            first = len(tokens)
+            last = first + len(addition)
+            tokens.extend(addition)
+            rows.extend([row] * len(addition))
+            positions.extend(range(start, start + len(addition)))
+            padding = self.longest - len(addition)
+            padded.append([*range(first, last), *[first] * padding])
+        self.tokens = torch.tensor([tokens])  # [1, N], on the host
+        numbers = torch.tensor([rows, positions]).to(cache.device, non_blocking=True)
+        self.rows, self.positions = numbers[:1], numbers[1:]  # [1, N]
+        self.padded: Tensor | None = None  # [B, T]; None if all rows have T tokens
+        self.unpadded: Tensor | None = None  # [B, T], bool: what is no padding
+        if len(tokens) < self.row_count * self.longest:
+            self.padded = torch.tensor(padded).to(cache.device, non_blocking=True)
+            columns = torch.arange(self.longest)
+            is_token = columns < torch.tensor(counts)[:, None]
+            self.unpadded = is_token.to(cache.device, non_blocking=True)
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]. Writes kv to the cache."""
+        B = self.row_count
+        T = self.longest
+        _, H, _, D = q.shape
+        K = kv.shape[1] // 2
+        cached = self.cache.blocks[layer][:B]
+        cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [1, N, 2 K, D]
+        k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
+        if self.padded is None:
+            q = q.view(H, B, T, D)
+        else:
+            q = q[0][:, self.padded]  # [H, B, T, D]
+        # The queries that share a key head are laid end to end, as in `Decode`.
+        q = q.transpose(0, 1).reshape(B, K, -1, D)  # [B, K, H / K T, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(H // K, window), scale=scale)
+        out = out.view(B, H, T, D).transpose(1, 2)  # [B, T, H, D]
+        if self.unpadded is not None:
+            out = out[self.unpadded]  # [N, H, D]
+        return out.reshape(1, -1, H * D)
+
+    def _mask(self, query_heads: int, window: int | None) -> Tensor:
+        """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""
+        if window is not None and window >= self.used:
+            window = None
+        if (query_heads, window) not in self.masks:
+            cache = self.cache
+            positions = self.positions[0]  # [N]
+            if self.padded is None:
+                positions = positions.view(self.row_count, -1)  # [B, T]
+            else:
+                positions = positions[self.padded]
+            aligned = self.used + -self.used % ALIGNMENT
+            is_masked = masked_keys(positions[:, None], cache.counting[:aligned], window)  # [B, 1, T, S]
+            mask = torch.where(is_masked, cache.masked_score, cache.visible_score)
+            mask = mask.repeat(1, 1, query_heads, 1)
+            self.masks[query_heads, window] = mask[..., : self.used]
+        return self.masks[query_heads, window]
