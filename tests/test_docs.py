@@ -226,7 +226,7 @@ def test_a_users_own_rewards_work_as_the_page_says(tmp_path, monkeypatch):
         config = resolve("ppo", PpoConfig(), ["--config", f"{number}.toml"])
         question = Question("q", "Who directed Brenn?", ("Ann Dahl",), gold=tuple(DOCUMENTS[:1]))
         episode = Episode(question, [*STEPS, Step(" ".join(["word"] * 18), answer="Ann Dahl")], ANSWERED)
-        paid |= {reward.name: reward.rewards(episode, None) for reward in named_rewards(config.reward)}
+        paid |= {reward.name: reward.step_rewards(episode, None) for reward in named_rewards(config.reward)}
     # 8 + 9 + 18 words in the analyses, 5 beyond 30; the first query names Brenn.
     assert paid["my_rewards:brevity"] == [0, 0, pytest.approx(0.2 * (1 - 5 / 30))]
     assert paid["my_rewards:names_a_gold_title"] == [0.1, 0, 0]

@@ -67,7 +67,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
         for number in (1, 2):
             made, expected = sampler.sample(number, Stopwatch()), local.sample(number, Stopwatch())
             equal(made.sequences, expected.sequences)
-            assert [s and s.total for s in made.rewards] == [s and s.total for s in expected.scored]
+            assert [s and s.total for s in made.rewards] == [s and s.total for s in expected.rewards]
             # In round 2, too: the worker that died is tried again.
             assert made.extra_metrics == {"rollout/moved_episodes": 4, "rollout/stale_episodes": 0}
     finally:

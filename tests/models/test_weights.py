@@ -230,8 +230,11 @@ def test_an_untied_model_needs_its_head(small_model, write_folder, tmp_path):
     [
         ({"model_type": "gemma"}, "model_type is 'gemma'"),
         ({"model_type": None}, "model_type is missing"),
-        ({"use_sliding_window": True}, "sliding-window attention is on"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is on"),
+        ({"model_type": "llama", "use_sliding_window": True}, "sliding-window attention is on"),
+        (
+            {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding-window attention is on",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

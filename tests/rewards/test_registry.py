@@ -150,7 +150,7 @@ def each(episode, *, bonus):
     return [bonus * number for number, _ in enumerate(episode.steps)]
 
 def sometimes(episode, verdict=None):
-    return None if episode.searches else 1
+    return None if episode.search_count else 1
 '''
 
 
