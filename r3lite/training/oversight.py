@@ -104,7 +104,7 @@ class Oversight:
             return None
         metrics, each = self._validate(0)
         if each is not None:
-            self.guard.validated(0, each)
+            self.guard.take_validation(0, each)
         return {"step": 0, **metrics}
 
     @property
