@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3lite.assembly.rl_round import Expansion, Round, RoundSampler, near_misses
+from r3lite.assembly.rl_round import Expansion, Round, RoundSampler, choose_expansions
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.invocation import with_values
@@ -47,7 +47,7 @@ def round_of(*groups: list[Sequence]) -> Round:
 
 def test_which_episodes_get_another_end_and_from_where():
     a, b, c, d = QUESTIONS
-    found = near_misses(
+    found = choose_expansions(
         round_of(
             [sequence(a, "0-", "yes"), sequence(a, "01"), sequence(a, "--")],  # differ: after the others
             [sequence(b, "1"), sequence(b, "0-12"), sequence(b, "00")],  # all failed
@@ -63,7 +63,7 @@ def test_which_episodes_get_another_end_and_from_where():
 def test_an_episode_without_a_reward_gets_no_other_end():
     made = round_of([sequence(QUESTIONS[0], "0"), sequence(QUESTIONS[0], "0")])
     made.rewards[0] = None
-    assert near_misses(made) == [Expansion(1, 1)]
+    assert choose_expansions(made) == [Expansion(1, 1)]
 
 
 def test_right_is_what_the_judge_says_if_there_is_one():
@@ -253,7 +253,7 @@ def test_near_misses_of_groups_whose_answers_are_alike_come_first():
         made.rewards[i] = EpisodeReward(
             [0.0] * (len(made.rewards[i].by_step) - 1) + [total], parts, answer_reward=parts["em"]
         )
-    assert [expansion.origin for expansion in near_misses(made)] == [2, 3, 0]
+    assert [expansion.origin for expansion in choose_expansions(made)] == [2, 3, 0]
 
 
 def test_the_signal_of_an_episode_goes_with_its_rollout():

@@ -83,7 +83,7 @@ def test_each_source_is_laid_out_in_its_format_and_drawn_by_its_weight(mixed):
     drawn = Counter(made.rows[i].source for i in made.mixture.rows(0, 4000))
     assert drawn["rows"] / 4000 == pytest.approx(0.5, abs=0.03)
     assert drawn["tags"] / 4000 == pytest.approx(0.25, abs=0.03)
-    assert (made.total, made.last_row) == (3, 41)  # an epoch is as many draws as there are rows
+    assert (made.total, made.row_limit) == (3, 41)  # an epoch is as many draws as there are rows
     prompts = {name: max((r for r in made.rows if r.source == name), key=lambda r: len(r.tokens)) for name in drawn}
     assert len(prompts["tags"].tokens) > len(prompts["rows"].tokens) > len(prompts["talk"].tokens)  # shipped prompt
 

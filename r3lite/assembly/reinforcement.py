@@ -72,7 +72,7 @@ class RLTrainer:
         if self.sampler.judge:
             record |= self.sampler.judge.counts()
         record |= watch.laps
-        first_rounds = self.guard.first_rounds(record)
+        first_rounds = self.guard.first_rounds(record)  # filled once: in the last of the first rounds
         if first_rounds:
             rl_setup.warn_of_no_reward(self.config, first_rounds)
         return record, sampled.token_count
@@ -141,7 +141,8 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
         judge = build_judge(config.judge, run.output, reward=config.reward, make_client=make_client, spans=spans)
-    torch.manual_seed(config.common.seed)  # checkpoints keep its state; all random draws have their own streams
+    # All random draws have streams of their own. But checkpoints keep torch's state, which is to follow from the seed.
+    torch.manual_seed(config.common.seed)
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
     traces = rl_guidance.traces_of(config)
@@ -252,10 +253,12 @@ def check(config: PpoConfig) -> None:
 def check_searches(config: PpoConfig) -> None:
     """Raises UsageError if rewards need searches that the protocols of a run do not have."""
     rewards = named_rewards(config.reward)
+    # Without [[sources]] the only protocol is that of --format, which `protocols_of` has under the empty name.
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
-    # Hops limit the searches only if a step has one query at most; a graph of searches is one step.
+    # --max-hops limits the searches only if a step has one query at most. Formats whose searches name their sources
+    # write a graph of searches in one step.
     one_query = all(protocol.most_queries == 1 and not protocol.names_sources for protocol in protocols_in_use)
     searches = config.reward.least_searches
     if one_query and searches > config.lengths.max_hops:

@@ -18,7 +18,7 @@ from r3lite.datasets.sources import build_mixture
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.registry import changing_weights, settings_of_round
+from r3lite.rewards.registry import changing_reward_weights, settings_of_round
 from r3lite.rewards.reward import EpisodeReward, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
@@ -50,8 +50,8 @@ class Round:
     extra_metrics: dict[str, float] = field(default_factory=dict)  # of the stages that made the round
     off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not sampled here
 
-    def extended(self, new: "Round") -> "Round":
-        """Returns the round with the episodes of another one after its own."""
+    def appended(self, new: "Round") -> "Round":
+        """Returns the round with the episodes of `new` after its own."""
         return replace(
             self,
             sequences=[*self.sequences, *new.sequences],
@@ -104,7 +104,7 @@ class Round:
 
     @property
     def questions(self) -> dict[int, str]:
-        """The id of each group's question."""
+        """The id of the question of each group, by the group's number; all episodes of a group have one question."""
         ids = [sequence.question.id for sequence in self.sequences]
         return dict(zip(self.groups, ids, strict=True))
 
@@ -142,7 +142,7 @@ def to_rollout(
 ) -> Rollout:
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
-    for step_end, step_reward in zip(sequence.step_ends, reward.by_step):
+    for step_end, step_reward in zip(sequence.step_ends, reward.by_step):  # one of each for every step
         if sequence.action_mask[step_end]:  # with --learn answer only the last step is sampled, and rewarded
             token_rewards.append((step_end, step_reward))
     return Rollout(
@@ -201,7 +201,8 @@ class RoundSampler:
     guidance: Guidance | None = None  # of algorithms with off-policy episodes
     cache: QueryCache | None = None
     ranks: Ranks = ALONE
-    add_values: Callable[[list[Sequence]], None] | None = None  # of the critic, to episodes sampled where it is not
+    # Computes the critic's values of episodes that another machine sampled, without the critic; None: it is not needed.
+    add_values: Callable[[list[Sequence]], None] | None = None
 
     def __post_init__(self):
         seed = self.config.common.seed
@@ -230,19 +231,19 @@ class RoundSampler:
         replayed_ids: list[str] = []
         if self.guidance:
             replayed_ids = self.guidance.replayed(number)
-            questions = self.guidance.with_replayed(questions, replayed_ids)
+            questions = self.guidance.with_replayed(questions, replayed_ids)  # in place of some that were drawn
         with watch.stage("rollout"):
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
         with watch.stage("score"):
             groups = [i // rl.num_generations for i in range(len(sequences))]
             this_round = self.score(number, sequences, groups)
-            this_round = this_round.with_metrics(changing_weights(self.config.reward, number))
+            this_round = this_round.with_metrics(changing_reward_weights(self.config.reward, number))
         if self.guidance:
             with watch.stage("guide"):
                 this_round = self.with_off_policy(number, this_round, questions=questions, replayed_ids=replayed_ids)
         if rl.expand_limit:
             with watch.stage("expand"):
-                this_round = self.expanded(number, this_round)
+                this_round = self.with_expansions(number, this_round)
         if rl.refill_limit:
             with watch.stage("refill"):
                 this_round = self.refilled(number, this_round)
@@ -265,7 +266,7 @@ class RoundSampler:
         """Returns the episodes with their rewards by the weights of round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        rewards = self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
+        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge))
         return Round(sequences, rewards, groups)
 
     def with_off_policy(
@@ -275,7 +276,11 @@ class RoundSampler:
         questions: list[Question],
         replayed_ids: list[str],
     ) -> Round:
-        """Returns the round with the off-policy episodes of its groups."""
+        """Returns the round with the off-policy episodes of its groups.
+
+        It must be called before any other stage adds episodes or selects groups: then `rollouts()` are all episodes
+        with a reward and no others, in the order of the rewards.
+        """
         group_questions = [question.id for question in questions[:: self.config.rl.num_generations]]
         rewards = [reward for reward in this_round.rewards if reward is not None]
         rewarded = zip(this_round.rollouts(), rewards, strict=True)
@@ -287,12 +292,12 @@ class RoundSampler:
         )
         return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
-    def expanded(self, number: int, this_round: Round) -> Round:
+    def with_expansions(self, number: int, this_round: Round) -> Round:
         """Returns the round with another end for some episodes that failed halfway.
 
         This is grounded expansion (arXiv 2601.21699).
         """
-        expansions = near_misses(this_round)[: self.config.rl.expand_limit]
+        expansions = choose_expansions(this_round)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
         groups = []
@@ -303,7 +308,7 @@ class RoundSampler:
             groups.append(this_round.groups[origin])
         sequences = self.sample_episodes(self.engine.continue_from, starts, seeds)
         new = self.score(number, sequences, groups)
-        extended = this_round.extended(new)
+        appended = this_round.appended(new)
         shared_tokens = 0
         for sequence, steps in starts:
             last_end = sequence.step_ends[steps - 1]
@@ -316,11 +321,11 @@ class RoundSampler:
             "expand/shared_tokens": shared_tokens,  # action tokens that were not sampled again
             "expand/new_tokens": action_tokens - shared_tokens,
             "expand/zero_std_before": _share_without_variance(this_round.signals()),
-            "expand/zero_std_after": _share_without_variance(extended.signals()),
+            "expand/zero_std_after": _share_without_variance(appended.signals()),
         }
         first_index = len(this_round.sequences)
         expanded = {first_index + i: expansion for i, expansion in enumerate(expansions)}
-        return replace(extended, expanded=expanded).with_metrics(metrics)
+        return replace(appended, expanded=expanded).with_metrics(metrics)
 
     def refilled(self, number: int, this_round: Round) -> Round:
         """Returns the round with further groups in place of those without variance, which are not learned from.
@@ -340,7 +345,7 @@ class RoundSampler:
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
             next_group = max(this_round.groups) + 1
             groups = [next_group + i // rl.num_generations for i in range(len(sequences))]
-            this_round = this_round.extended(self.score(number, sequences, groups))
+            this_round = this_round.appended(self.score(number, sequences, groups))
             learned_groups = groups_with_variance(this_round.signals())
         metrics = {
             "refill/attempts": attempt,
@@ -368,6 +373,7 @@ def run_on_ranks(
     stop = len(seeds) * (ranks.rank + 1) // ranks.size
     rank_starts = starts[first:stop]
     rank_seeds = seeds[first:stop]
+    # "sample" means the figures that limit sampling: if memory runs out, fewer episodes are sampled at a time.
     rank_sequences = engine.grant.run_within_memory("sample", run, rank_starts, rank_seeds, retrieve)
     return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
 
@@ -382,7 +388,7 @@ class NearMiss:
     last_useful_step: int  # its number, from 1
 
 
-def near_misses(this_round: Round) -> list[Expansion]:
+def choose_expansions(this_round: Round) -> list[Expansion]:
     """Returns the episodes of a round to sample another end for, best first, each from its last useful step.
 
     Groups without variance come first. Within these and within the groups with variance, first the episode of each
@@ -408,6 +414,7 @@ def near_misses(this_round: Round) -> list[Expansion]:
     varied_groups = groups_with_variance(this_round.signals())
 
     def order(near_miss: NearMiss) -> tuple[bool, int, int]:
+        # False sorts before True: groups without variance come first.
         return near_miss.group in varied_groups, place_in_group[near_miss.index], near_miss.index
 
     ordered = sorted(chain.from_iterable(by_group.values()), key=order)

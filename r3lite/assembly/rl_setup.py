@@ -88,7 +88,7 @@ def build_learning(
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
         controllers["kl_budget"] = budget
-    inputs = ranks.shared(lambda: fingerprints_of_rl(config, questions, held_out, protocols=protocols))
+    inputs = ranks.from_first(lambda: fingerprints_of_rl(config, questions, held_out, protocols=protocols))
     state = policy.train_state(
         config.optimizer,
         config.model.model,

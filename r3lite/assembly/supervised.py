@@ -48,7 +48,7 @@ class SFTTrainer:
         self.vocabulary = vocabulary
         self.rows = rows
         self.held_out = held_out
-        self.total, self.last_row = config.length(len(rows))
+        self.total, self.row_limit = config.length(len(rows))  # steps; rows after which the run ends, or None
         self.ranks = policy.ranks
         self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
@@ -56,7 +56,7 @@ class SFTTrainer:
             settings=config.optimizer,
             base_model=config.model.model,
             data=fingerprint([*rows, *held_out]),
-            inputs=self.ranks.shared(lambda: fingerprint_of_adapter(config.model)),
+            inputs=self.ranks.from_first(lambda: fingerprint_of_adapter(config.model)),
             facts={
                 "rows": len(rows),
                 "validation_rows": len(held_out),
@@ -78,16 +78,16 @@ class SFTTrainer:
             count=len(self.rows),
             per_step=rows_per_step,
             seed=self.config.common.seed,
-            last=self.last_row,
+            last=self.row_limit,
             mixture=self.mixture,
         )
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
-                rank_shares = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
-            norm, _ = self.state.update()
-        losses = sum_by_name(self.ranks.gather(rank_shares))
+                rank_losses = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
+            norm, _ = self.state.update()  # waits for the device: only now have all of `rank_losses` arrived
+        losses = sum_by_name(self.ranks.gather(rank_losses))
         record = means_by_source("loss", losses, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
@@ -102,17 +102,18 @@ class SFTTrainer:
         if self.ranks.size == 1:  # several ranks run all of these rows, each its share
             rows = max(self.micro_batches(rows), key=count_tokens)
         self.policy.model.train()
-        drops_gradients = nullcontext()
+        full_tuning_rehearsal = nullcontext()
         if self.policy.full_tuning:
-            drops_gradients = self.policy.full_tuning.rehearsal()
-        with self.policy.grant.rehearsal(), drops_gradients:
+            full_tuning_rehearsal = self.policy.full_tuning.rehearsal()
+        with self.policy.grant.rehearsal(), full_tuning_rehearsal:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over the rows of a step, of which this rank runs its share.
 
-        Returns what each source of rows adds to that mean on this rank: the loss of a micro-batch, divided by the
-        trained tokens of all rows of the step, on all ranks.
+        Returns the loss of each source of rows on this rank: what it adds to the mean, which is divided by the trained
+        tokens of all rows of the step, on all ranks. The numbers are in host memory, but on a GPU they are valid only
+        after the update, which waits for the device.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
@@ -122,15 +123,16 @@ class SFTTrainer:
             raise R3LiteError(
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
-        shares: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
             source = micro_batch[0].source
-            shares[source] = shares.get(source, 0.0) + loss.detach()
-        # Copied while the gradients' norm is computed, so that a step waits for the device once.
-        return {source: loss.to("cpu", non_blocking=True) for source, loss in shares.items()}
+            losses[source] = losses.get(source, 0.0) + loss.detach()
+        # Copied while the gradients' norm is computed, so that a step waits for the device once, in
+        # state.update(). Before that these numbers may not have arrived.
+        return {source: loss.to("cpu", non_blocking=True) for source, loss in losses.items()}
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss; in full fine-tuning it updates the weights instead, layer by layer."""
@@ -152,16 +154,16 @@ class SFTTrainer:
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
-            head_grad = None
+            head_grad_out = None  # or a buffer, into which the backward pass writes the head's gradient
             if self.policy.full_tuning and torch.is_grad_enabled():
-                head_grad = self.policy.full_tuning.head_gradient()[: self.vocabulary]
+                head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
                 hidden,
                 head_weight=model.head_weight[: self.vocabulary],  # [V, C]
                 targets=targets,
                 loss=cross_entropy,
                 chunk=self.policy.grant.memory.loss_chunk,
-                head_grad=head_grad,
+                head_grad=head_grad_out,
             )
         return loss
 
@@ -170,25 +172,26 @@ class SFTTrainer:
 
         A group has rows of one source only, so that each source's loss is known.
         """
-        indices = self.ranks.share([len(row.tokens) for row in rows])
-        by_source: dict[str, list[Row]] = {}
+        indices = self.ranks.rows_of_rank([len(row.tokens) for row in rows])
+        rows_by_source: dict[str, list[Row]] = {}
         for i in indices:
-            by_source.setdefault(rows[i].source, []).append(rows[i])
+            rows_by_source.setdefault(rows[i].source, []).append(rows[i])
         limit = self.policy.grant.memory.micro_batch_tokens
         micro_batches = []
-        for source_rows in by_source.values():
+        for source_rows in rows_by_source.values():
             for group in groups([row.tokens for row in source_rows], limit, self.config.sft.batch_size):
                 micro_batches.append([source_rows[i] for i in group])
         return micro_batches
 
     def validation_losses(self) -> dict[str, float]:
         """Returns the mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
+        # "update" means the figures that limit passes over whole rows, with gradients or without.
         rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
         sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
-        shares = {source: loss / total for source, loss in sums.items()}
-        return means_by_source("eval_loss", shares, loss_tokens)
+        losses = {source: loss / total for source, loss in sums.items()}
+        return means_by_source("eval_loss", losses, loss_tokens)
 
     def held_out_losses(self) -> dict[str, float]:
         """Returns the summed cross-entropy of this rank's share of the held-out rows, by source."""
@@ -224,16 +227,16 @@ def count_loss_tokens(rows: list[Row]) -> dict[str, int]:
 
 def train(config: SftConfig, ranks: Ranks) -> None:
     """Runs SFT in its run folder, from the first step or from a checkpoint."""
-    protocols, rows, validation = read_data(config)
+    protocols, rows_by_source, validation = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
-        hashes = hashes_of_questions(rows)
+        hashes = hashes_of_questions(rows_by_source)
         if hashes:
             run.notes[QUESTIONS] = {"hashes": hashes}
         trainer = build_trainer(
             config,
             protocols=protocols,
-            rows=rows,
+            rows_by_source=rows_by_source,
             validation=validation,
             ranks=ranks,
         )
@@ -241,28 +244,28 @@ def train(config: SftConfig, ranks: Ranks) -> None:
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
-def hashes_of_questions(rows: Rows) -> list[str]:
+def hashes_of_questions(rows_by_source: Rows) -> list[str]:
     """Returns the hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on
     them."""
-    examples = chain.from_iterable(rows.values())
+    examples = chain.from_iterable(rows_by_source.values())
     return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 
 
 def build_trainer(
-    config: SftConfig, protocols: dict[str, Protocol], rows: Rows, validation: Rows, ranks: Ranks = ALONE
+    config: SftConfig, protocols: dict[str, Protocol], rows_by_source: Rows, validation: Rows, ranks: Ranks = ALONE
 ) -> SFTTrainer:
     """Encodes the rows, plans the memory that they take and loads the model."""
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
+    if config.lora.no_lora and len(rows_by_source) > 1 and config.rows_per_step > 1:
         raise R3LiteError(
             "--no-lora needs rows of one source per step",
             "Pass --batch-size 1, or remove --no-lora.",
             code="no-lora-sources",
         )
-    encoded = encode_rows_of(rows, layouts)
+    encoded = encode_rows_of(rows_by_source, layouts)
     held_out = encode_fitting(validation, layouts)
     steps, _ = config.length(len(encoded))
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)

@@ -86,7 +86,7 @@ class TeacherInTurns:
             return batch
         ranks = self.learner.ranks
         tokens = batch.token_rows()
-        share = ranks.share([len(tokens[row]) for row in failed_rows])
+        share = ranks.rows_of_rank([len(tokens[row]) for row in failed_rows])
         rows = [failed_rows[i] for i in share]
         distributions = self.learner.grant.run_within_memory("update", self.read, batch.select(rows))
         by_row: dict[int, TopTokens] = {}

@@ -20,15 +20,16 @@ SEARCHING = "searching"  # only with --learn answer: it ended with a query in a 
 class Document:
     """Holds a passage of a corpus or a paragraph that came with a question.
 
-    `score` and `source` are added by a retriever and are not part of the passage: they are not written to files, and
-    equality ignores them. `metadata` are further fields of the corpus, by which searches can be filtered.
+    `score` and `source`, the retriever's name, are added by a retriever and are not part of the passage: they are not
+    written to files, and equality ignores them. `metadata` are further fields of the corpus, by which searches can be
+    filtered.
     """
 
     id: str
     title: str
     text: str
     score: float | None = field(default=None, compare=False)  # higher is better; comparable within one search only
-    source: str | None = field(default=None, compare=False)  # the retriever's name
+    source: str | None = field(default=None, compare=False)
     metadata: tuple[tuple[str, str | float | bool], ...] = ()
 
     def to_json(self) -> dict:
@@ -69,7 +70,11 @@ def folded(text: str) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a question with what its data set has about it."""
+    """Holds a question with what its data set has about it.
+
+    `source` is the name of a [[sources]] entry, neither a retriever (`Document.source`) nor a kind of source to search
+    (`Search.source`).
+    """
 
     id: str
     text: str
@@ -103,7 +108,8 @@ class Question:
     def paragraph(self, document: Document) -> Hashable:
         """Returns a key that is equal for documents of the same paragraph.
 
-        For (a part of) a gold paragraph that is its index, for other documents the title or the id, as `gold_by` says.
+        For a gold paragraph or a part of one, the key is the paragraph's index in `gold`. For other documents it is the
+        title if `gold_by` is "title", else the id.
         """
         gold_index = self.gold_index(document)
         if gold_index is not None:
@@ -129,7 +135,7 @@ class Search:
 
     query: str
     documents: tuple[Document, ...] = ()
-    source: str = ""  # the kind of source to search, in formats that name one
+    source: str = ""  # the kind of source to search, such as News, in formats that name one; it chooses the retriever
 
     def to_json(self) -> dict:
         record = {"query": self.query, "documents": [document.to_json() for document in self.documents]}
@@ -300,27 +306,28 @@ class Routes:
     """Holds a retriever per kind of source. It is a retriever itself, which searches by the default one."""
 
     default: Retrieve  # for searches that name no kind, or one that has no retriever
-    of_source: Mapping[str, Retrieve]  # by Search.source
+    of_kind: Mapping[str, Retrieve]  # by the kind of source, Search.source
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
+        """Searches by the default retriever whatever the kind, of which a query says nothing; see `retrieve_all`."""
         return self.default(pairs)
 
 
 def retrieve_all(retrieve: Retrieve, searches: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
     """Returns the outcome of each search, in order. Each retriever is called once, with all searches of its kind."""
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
-    indices_by_source: dict[str, list[int]] = {}  # "": the default retriever
+    indices_by_kind: dict[str, list[int]] = {}  # "": the default retriever
     for i, (_, search) in enumerate(searches):
-        source = search.source if search.source in routes.of_source else ""
-        indices_by_source.setdefault(source, []).append(i)
+        kind = search.source if search.source in routes.of_kind else ""
+        indices_by_kind.setdefault(kind, []).append(i)
     outcomes: dict[int, list[Document] | Failure] = {}  # by the index of the search
-    for source, indices in indices_by_source.items():
-        retrieve_from_source = routes.of_source.get(source, routes.default)
+    for kind, indices in indices_by_kind.items():
+        retrieve_kind = routes.of_kind.get(kind, routes.default)
         pairs = []
         for i in indices:
             question, search = searches[i]
             pairs.append((question, search.query))
-        source_outcomes = retrieve_from_source(pairs)
-        assert len(source_outcomes) == len(pairs), "one list of documents, or a failure, per query"
-        outcomes.update(zip(indices, source_outcomes))
+        kind_outcomes = retrieve_kind(pairs)
+        assert len(kind_outcomes) == len(pairs), "one list of documents, or a failure, per query"
+        outcomes.update(zip(indices, kind_outcomes))
     return [outcomes[i] for i in range(len(searches))]

@@ -53,7 +53,7 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees it: here the only one. All ranks call every method but `share`."""
+    """The ranks of a run, as one of them sees it: here the only one. All ranks call every method but `rows_of_rank`."""
 
     rank = 0
     size = 1
@@ -63,7 +63,7 @@ class Ranks:
         """True for the rank that writes files and asks a judge."""
         return self.rank == 0
 
-    def share(self, lengths: Sequence[int]) -> list[int]:
+    def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
         """Returns the rows that this rank runs the model on, by the tokens of each row; all of them if it is alone."""
         if self.size == 1:
             return list(range(len(lengths)))
@@ -76,8 +76,8 @@ class Ranks:
         """Returns the values that all ranks pass, in their order; tensors in host memory."""
         return [value]
 
-    def shared(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make` on the first rank, which alone calls it."""
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Returns the result of `make` on the first rank, which alone calls it and tells the others."""
         return make()
 
     def any(self, flag: bool) -> bool:
@@ -162,7 +162,7 @@ class Group(Ranks):
         self._wait(self.dist.all_gather(parts, torch.cat([data, padding]), async_op=True))
         return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
-    def shared(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T]) -> T:
         if self.first:
             value = make()
             data = _packed(value)

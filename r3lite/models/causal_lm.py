@@ -240,7 +240,7 @@ class CausalLM(nn.Module):
         self.model = Trunk(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.ropes = {layer.rope: None for layer in self.model.layers}  # in a fixed order
+        self.ropes = {layer.rope: None for layer in self.model.layers}  # an ordered set: only the keys count
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
         self.stream: LayerStream | None = None  # set by models.streaming
 
@@ -253,6 +253,8 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T].
+
+        They are divided by the config's `logits_scaling`, if it has one, so that `logits` needs no division.
 
         Without a context the ids are independent rows, padded on the right. With one they are the tokens of a pack
         [1, N], of a prefill [1, N] or of a decode step [B, 1]. They may be on the host.

@@ -56,6 +56,11 @@ def _words(text: str) -> list[str]:
     return split_words("".join(visible))
 
 
+def repeats_request(answer: str) -> bool:
+    """Returns whether an answer is a sentence of the request for it, NO_MORE."""
+    return any(same_query(answer, sentence) for sentence in NO_MORE.split(". "))
+
+
 def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     """Returns whether one of the `earlier` steps asked the same."""
     return any(same_query(query, earlier_query) for step in earlier for earlier_query in step.queries)

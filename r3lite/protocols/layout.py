@@ -24,7 +24,7 @@ from r3lite.settings import LengthSettings
 class Opening:
     """What comes before the model's first turn. A baseline takes some of what the model would otherwise write."""
 
-    plain: bool = False  # a chat without steps: one user turn has the question, below the documents if there are any
+    plain: bool = False  # no steps: a chat of one user turn, which has the documents, if any, and then the question
     retrieves_first: bool = False  # documents are retrieved before the first turn; the question itself is the query
     forces_answer: bool = False  # the first turn begins with the heading of an answer
 
@@ -74,9 +74,9 @@ class Layout:
     def open(self, transcript: Transcript) -> None:
         """Appends to an empty transcript what comes before the model's first turn, as far as it is known.
 
-        If the opening retrieves, the transcript then has `pending` queries, and `splice` appends what follows: in a
-        plain chat that is the whole prompt, in which the documents stand. Otherwise the transcript may be finished, if
-        there is no room for an answer.
+        Without retrieval: the prompt, and the heading of a forced answer. If no answer fits, the transcript ends.
+        With retrieval: the prompt and a step with `pending` queries. `splice` appends their documents.
+        With retrieval in a plain chat: only the `pending` step. `splice` appends the prompt with the documents in it.
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
@@ -90,7 +90,8 @@ class Layout:
         if not self.opening.plain:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
-            transcript.observe(self._thoughts.written(transcript.tokens, text))
+            transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
+        # In a plain chat there is no token yet: the step's end is -1. Only training reads ends, and has no baselines.
         transcript.add_step(first_step)
         transcript.pending = first_step.searches
 
@@ -130,14 +131,15 @@ class Layout:
 
     def _close_step(self, transcript: Transcript, step: Step) -> None:
         """Adds the step of a turn that the model ended, or has it answer if it may not search any more."""
-        hops = sum(bool(earlier_step.searches) for earlier_step in transcript.steps)
+        searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
+        # A step of blank queries ends the episode in any case: it has no searches.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
             transcript.finish = ANSWERED
         elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
-        elif hops >= self.lengths.max_hops:
+        elif len(searching_steps) >= self.lengths.max_hops:
             self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
             return
         else:
@@ -157,19 +159,20 @@ class Layout:
         transcript.add_step(step)
 
     def _close_answer(self, transcript: Transcript, text: str, ends_itself: bool) -> None:
-        """Adds the step that awaits its answer, with that of the turn. A copy of the protocol's request is no answer.
+        """Completes the awaiting step with the turn's answer.
 
-        A turn that a limit cut off has no answer: see close_turn for `ends_itself`.
+        If the model only repeated our request, it did not answer. A turn that a limit cut off has no answer: see
+        close_turn for `ends_itself`.
         """
         awaiting = transcript.awaiting_answer
         step = self.protocol.read_answer(text, transcript.steps)
-        is_copy = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
+        repeats_request = base.repeats_request(step.answer or "")
         faults = [*awaiting.faults, *step.faults]
         answer = None
         if not ends_itself:
             faults.append(base.TURN_CUT_OFF)
             transcript.finish = CUT_OFF
-        elif is_copy or step.answer is None:
+        elif repeats_request or step.answer is None:
             transcript.finish = MALFORMED
         else:
             answer = step.answer
@@ -203,8 +206,10 @@ class Layout:
                     f"question {transcript.question.id} with a document and an answer"
                 )
                 raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
+            # The step is taken out, and added again with its answer.
+            transcript.steps.pop()
             transcript.step_ends.pop()
-            self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)
+            self._force_answer(transcript, step, base.NO_ROOM)
             return
         transcript.observe(observation)
         if self.opening.forces_answer:
@@ -214,15 +219,16 @@ class Layout:
         """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
         `document_tokens` tokens.
 
-        Its tokens are those of a rollout with the same text, without the question's earlier messages and procedure; the
-        limits of `lengths` are not applied.
+        Its tokens are those of a rollout with the same text. The question's earlier messages and procedure are left
+        out, and the limits of `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
         for step in steps:
             text = self.protocol.render(step, len(transcript.steps) + 1)
-            turn = self._thoughts.written(transcript.tokens, text)
-            if self.protocol.user_turns or not text.endswith(self.protocol.stop_strings):
+            turn = self._thoughts.encode_turn(transcript.tokens, text)
+            ends_at_stop_string = not self.protocol.user_turns and text.endswith(self.protocol.stop_strings)
+            if not ends_at_stop_string:
                 turn = [*turn, self.tokenizer.stop_id]
             transcript.write(turn)
             documents = [search.documents for search in step.searches]
@@ -256,9 +262,10 @@ class Layout:
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
+        # A request ends the current turn: the answer then has a turn of its own, after all tokens so far.
         answer_turn_start = len(tokens) if request else transcript.turn_start
-        thought_end = self._thoughts.end(tokens, answer_turn_start)
-        observation = [*request, *self.tokenizer.encode_written(thought_end + heading)]
+        closing_text = self._thoughts.end(tokens, answer_turn_start)
+        observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
             if step:

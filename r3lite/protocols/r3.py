@@ -186,6 +186,8 @@ class R3(Protocol):
         for heading, section in zip(headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.names.analysis, "")
+        # Text between `Step k:` and the first heading stands in the place of the analysis, whose heading it lacks. If
+        # `Step k:` itself or all headings are absent, another fault says so.
         has_stray_text = step_heading and headings and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
@@ -196,7 +198,7 @@ class R3(Protocol):
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.names.answer), faults)
-        faults += self._verification_faults(sections)
+        self._check_verification(sections, faults)
         has_query = self.names.query in sections or self.names.queries in sections
         has_answer = self.names.answer in sections
         faults += faults_if(
@@ -217,8 +219,8 @@ class R3(Protocol):
             verification=sections.get(self.names.verification, ""),
         )
 
-    def _verification_faults(self, sections: dict[str, str]) -> list[str]:
-        """Returns what is wrong with the place of the verification, or with its absence."""
+    def _check_verification(self, sections: dict[str, str], faults: list[str]) -> None:
+        """Appends to `faults` what is wrong with the place of the verification, or with its absence."""
         has_answer = self.names.answer in sections
         has_verification = self.names.verification in sections
         is_after_answer = False
@@ -226,7 +228,7 @@ class R3(Protocol):
             order = list(sections)
             is_after_answer = order.index(self.names.verification) > order.index(self.names.answer)
         is_missing = is_after_answer or not sections.get(self.names.verification)
-        return faults_if(
+        faults += faults_if(
             no_verification=self.verifies and has_answer and is_missing,
             idle_verification=has_verification and not has_answer,
         )

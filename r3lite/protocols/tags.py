@@ -115,11 +115,8 @@ class Tags(Protocol):
             return self.think.around(step.analysis) + self.answer.around(step.answer)
         if not self.graph:
             return self.think.around(step.analysis) + self.search.around(step.queries[0])
-        thought, nodes_heading, nodes = step.analysis.rpartition(f"\n{plan.NODES}")
-        if nodes_heading:
-            plan_text = nodes_heading.lstrip() + nodes
-        else:
-            thought = step.analysis
+        thought, plan_text = _split_plan(step.analysis)
+        if not plan_text:
             plan_text = _plan_of(step).text()
         return self.think.around(thought) + self.search.around(plan_text)
 
@@ -178,8 +175,8 @@ class Tags(Protocol):
             no_think=not thought,
             late_think=thought and self._first_tag(blocks) != self.think,
         )
-        query = self._only(queries, "query", faults)
-        answer = self._only(answers, "answer", faults)
+        query = self._usable_text(queries, "query", faults)
+        answer = self._usable_text(answers, "answer", faults)
         faults += faults_if(query_and_answer=queries and answers, no_query_or_answer=not (queries or answers))
         if queries and answers:
             query = None
@@ -188,12 +185,14 @@ class Tags(Protocol):
         if query:
             searches = self._read_searches(query, faults)
         faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
+        analysis = thought
         if searches and self.graph:
-            thought = f"{thought}\n{query}".strip()
+            # The plan as the model wrote it: `_split_plan` finds it again.
+            analysis = f"{thought}\n{query}".strip()
         faults = list(dict.fromkeys(faults))
         if self.lenient:
             faults = [fault for fault in faults if fault not in FORGIVEN]
-        return Step(thought, searches=searches, answer=answer, faults=tuple(faults))
+        return Step(analysis, searches=searches, answer=answer, faults=tuple(faults))
 
     def _first_tag(self, blocks: list[Block]) -> Tag:
         """Returns the tag of the first block that has no documents."""
@@ -211,13 +210,13 @@ class Tags(Protocol):
             plan.refuse_if(unfilled_reference=any(node.references for node in nodes))
             return plan.searches_of(nodes)
         except InvalidPlan as error:
-            faults.append(str(error))
+            faults.append(str(error))  # the name of a fault
             return ()
 
-    def _only(self, blocks: list[Block], part: str, faults: list[str]) -> str | None:
-        """Returns the query or answer of a step, which is the text of its only block; None if none is usable.
+    def _usable_text(self, blocks: list[Block], part: str, faults: list[str]) -> str | None:
+        """Returns the text of the only block of its kind in a step; None if there is none, or no usable one.
 
-        `part` is "query" or "answer"; what is wrong with it is appended to `faults`.
+        `part` says of which kind the blocks are: "query" or "answer". What is wrong with it is appended to `faults`.
         """
         if any(not block.text for block in blocks):
             faults.append(f"blank_{part}")
@@ -233,12 +232,21 @@ class Tags(Protocol):
         return f"\n\n{self.information.opening}{text}{self.information.closing}\n\n"
 
 
+def _split_plan(analysis: str) -> tuple[str, str]:
+    """Returns the thought and the plan that `Tags.parse` has joined to an analysis; the plan is "" if there is none."""
+    thought, nodes_heading, nodes = analysis.rpartition(f"\n{plan.NODES}")
+    if not nodes_heading:
+        return analysis, ""
+    return thought, plan.NODES + nodes
+
+
 def _plan_of(step: Step) -> SearchPlan:
     """Returns a plan of the searches of a step without one, such as a step that was written for another format."""
     nodes = []
     for i, search in enumerate(step.searches):
         name = chr(ord("A") + i)
-        nodes.append(Node(name, query=search.query, source=search.source or Node.source))
+        source = search.source or Node.source  # a search that names no source is of the default one
+        nodes.append(Node(name, query=search.query, source=source))
     return SearchPlan(tuple(nodes))
 
 

@@ -44,7 +44,7 @@ class Thoughts:
             return reply.lstrip()
         return text
 
-    def written(self, prefix: Sequence[int], text: str) -> list[int]:
+    def encode_turn(self, prefix: Sequence[int], text: str) -> list[int]:
         """Returns the tokens of a turn's text as the model writes it after the tokens `prefix`.
 
         A thought that the template has opened is left empty.

@@ -21,7 +21,7 @@ class Transcript(TokenRecord):
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
-    forced_step: Step | None = None  # the same of the last turn, if the episode ended with a forced answer
+    forced_step: Step | None = None  # `awaiting_answer` of the last turn, if the episode ended with a forced answer
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
@@ -30,7 +30,7 @@ class Transcript(TokenRecord):
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.turn_start = len(self.tokens)
-        self.awaiting_answer = None
+        self.awaiting_answer = None  # a forced answer is awaited from one turn only: `Layout` sets it after this call
 
     def write(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the model wrote."""
@@ -48,7 +48,7 @@ class Transcript(TokenRecord):
         return self.tokens[self.turn_start :]
 
     def episode(self) -> Episode:
-        """Returns the episode so far, without its tokens."""
+        """Returns the episode so far, without its tokens. Its `finish` is None, not a text, while it goes on."""
         return Episode(
             question=self.question,
             steps=list(self.steps),

@@ -46,11 +46,12 @@ PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
 INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
-# The largest distance of a vector from that of the same encoder for its passage, by its length: a cosine of 0.999.
+# The largest distance between a stored and a re-encoded vector, relative to the length of the stored one. For vectors
+# of one length it is a cosine of 0.999.
 FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
-ADDED_LIMIT = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
+ADDED_LIMIT = 10_000  # vectors that may be beside the index, or a tenth of it if that is more; beyond that they join it
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
@@ -175,6 +176,7 @@ def load(
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
             difference = f"{key} {manifest.values.get(key)}, not {value}"
             raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
+    # In one call, so that all parts are of one state of the folder, which another process may edit.
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages are encoded again: their vectors differ if the weights or the order of the passages do.
     probe_passages = [passages.at(place) for place in probes]
@@ -240,7 +242,7 @@ def consistent(path: Path, read: Callable[["IndexFolder"], T]) -> T:
         except (R3LiteError, OSError):
             current = IndexFolder(path)
             if current.manifest.values == folder.manifest.values:
-                raise
+                raise  # no edit came between: the index itself is at fault
             folder = current
 
 
@@ -260,7 +262,8 @@ def read_manifest(path: Path) -> Record:
         for key in ("dimension", "passages"):
             manifest.whole(key, low=1)
         manifest.choice("style", STYLES, "plain")
-        manifest.values.setdefault("kind", "flat")  # an older index has neither
+        # An older index names neither kind nor files: it is flat, and its only file may have a digest under "vectors".
+        manifest.values.setdefault("kind", "flat")
         manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
         manifest.choice("kind", CLASSES)
         for name in manifest.record("files").values:
@@ -281,16 +284,19 @@ class IndexFolder:
         self.digests = {name: files.text(name, None) for name in files.values}  # older indexes have none
 
     def file(self, role: str) -> Path | None:
-        """Returns the file of a role ("index", "added" or "deleted"), checked by its digest; None if there is none."""
+        """Returns the file of a role, checked by its digest; None if there is none.
+
+        A role is how the names of its files begin: "index", "added" or "deleted".
+        """
         name = next((name for name in self.digests if name.startswith(role)), None)
         if name is None:
             return None
-        check_regular(self.path / name, self.remedy)  # FAISS would wait for a pipe for ever
-        if self.digests[name] not in (None, digest(self.path / name)):
-            raise R3LiteError(
-                f"{self.path / name} has changed since it was written", self.remedy, code="index-file-changed"
-            )
-        return self.path / name
+        path = self.path / name
+        check_regular(path, self.remedy)  # FAISS would wait for a pipe for ever
+        # Without a digest, as of an older index, the file is taken as it is.
+        if self.digests[name] not in (None, digest(path)):
+            raise R3LiteError(f"{path} has changed since it was written", self.remedy, code="index-file-changed")
+        return path
 
     def deleted(self) -> np.ndarray:
         """Returns the places of deleted passages, sorted."""
@@ -300,7 +306,7 @@ class IndexFolder:
     def passages(self) -> Passages:
         """Returns the passages. Raises R3LiteError if they are not those of the manifest."""
         deleted = self.deleted()
-        places = self.manifest.whole("passages") + len(deleted)
+        places = self.manifest.whole("passages") + len(deleted)  # the manifest counts live passages only
         passages = Passages(self.path, places=places, deleted=deleted, remedy=self.remedy)
         if len(passages) <= COMPARED and fingerprint(passages) != self.manifest.text("fingerprint"):
             raise self._damaged(f"{PASSAGES} has changed since it was indexed")
@@ -330,6 +336,7 @@ class IndexFolder:
         if "probed" not in self.manifest:
             base = vectors.base
             return {place: base.reconstruct(place) for place in probed(base.ntotal)}
+        # "probed" is how many passages the index had when its probes were written.
         places = probed(self.manifest.whole("probed", low=1, high=vectors.places))
         check_regular(self.path / PROBES, self.remedy)
         numbers = np.fromfile(self.path / PROBES, dtype="<f4")
@@ -366,8 +373,9 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     """
     new_by_id = {document.id: document for document in documents}
     count = len(new_by_id)
-    for existing in opened.documents:  # takes those out of `new_by_id` that the index has
-        if new_by_id.pop(existing.id, existing) != existing:
+    for existing in opened.documents:
+        new_document = new_by_id.pop(existing.id, None)  # what the index has is not new
+        if new_document is not None and new_document != existing:
             cause = f"{path} has another passage with the id {existing.id!r}"
             raise R3LiteError(cause, f"Also pass --delete {existing.id}", code="passage-id-taken")
     if not new_by_id:
@@ -408,8 +416,9 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     id_set = set(ids)
     passages = folder.passages()
     deleted = folder.deleted()
-    numbers = [i for i, document in enumerate(passages) if document.id in id_set]
-    absent = id_set - {passages[i].id for i in numbers}
+    # Live passages are numbered without gaps; a place is that of a line in the file, deleted ones included.
+    live_numbers = [i for i, document in enumerate(passages) if document.id in id_set]
+    absent = id_set - {passages[i].id for i in live_numbers}
     if absent:
         never = absent - {passages.at(place).id for place in deleted}
         if never:
@@ -418,13 +427,14 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
                 "See the ids in its passages.jsonl.",
                 code="passage-id-absent",
             )
-    if not numbers:
+    if not live_numbers:
         return 0, len(absent)
-    if len(numbers) == len(passages):
+    if len(live_numbers) == len(passages):
         raise R3LiteError(
             f"no passage of {path} would be left", "Delete the folder instead.", code="index-would-be-empty"
         )
-    all_deleted = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
+    newly_deleted = [passages.live[i] for i in live_numbers]
+    all_deleted = np.union1d(deleted, newly_deleted).astype("<i8")
     name = f"deleted-{_next(folder)}.bin"
     (path / name).write_bytes(all_deleted.tobytes())
     remaining = Passages(
@@ -434,7 +444,7 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
         remedy=folder.remedy,
     )
     _publish(folder, ("deleted",), name=name, passages=remaining)
-    return len(numbers), len(absent)
+    return len(live_numbers), len(absent)
 
 
 def _next(folder: IndexFolder) -> int:

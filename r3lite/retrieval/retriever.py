@@ -24,8 +24,8 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
     return [[] for _ in pairs]
 
 
-# The retrievers of --retriever but those behind an address and web services: functions of the setup and of the number
-# of documents per query.
+# Builders of the retrievers that --retriever names, by name: functions of the setup and of the number of documents per
+# query. An address and a web service have no entry: `_build_one` imports their builders.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.own_places),
     "lexical": lexical_retriever,
@@ -43,12 +43,14 @@ def build_retriever(setup: Setup) -> Retrieve:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
+        # The service also finds its other kinds of source, but for those that --source-index gives another retriever.
         settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
     default = _build_one(setup)
     if not settings_by_kind:
         return default
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
+        # `default` is where it finds the reranker, encoder and query cache, which all kinds share.
         by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
     return Routes(default, by_kind)
 
@@ -66,7 +68,7 @@ def _build_one(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k), setup.gives_up)
-    reranker = setup.reranker  # loaded before an index is built, so that an error shows at once
+    reranker = setup.reranker  # loads the model: before an index is built, so that an error shows at once
     candidates = build(setup, CANDIDATES * settings.top_k)
     return Tolerant(Reranked(candidates, reranker, settings.top_k), setup.gives_up)
 

@@ -22,11 +22,16 @@ MIN_QUESTIONS = 8  # a reward that is missing for all episodes of so many questi
 class EpisodeReward:
     """The rewards of an episode.
 
-    `by_step[k]` is the reward at the end of step k. `parts` has the weighted parts, which add up to the total:
-    `format`, `process`, `outcome`, `search` if searches are rewarded, and each named reward. And, for the log, `em`,
-    `f1`, `recall` (None if the question has no gold paragraphs) and, with a judge, `judge` (1 if it says that the
-    answer is right). `answer_reward` is that of the answer alone: `outcome` and the named rewards for answers; None if
-    the run has no reward for answers. Raises R3LiteError if a reward is not finite or too large for fp32.
+    `by_step[k]` is the reward at the end of step k. `parts` has two kinds of numbers by name:
+    - Weighted parts, which add up to the total: `format`, `process`, `outcome`, `search` if searches are rewarded, and
+      each named reward.
+    - Scores, which are only logged: `em`, `f1`, `recall` (None if the question has no gold paragraphs) and, with a
+      judge, `judge` (1 if it says that the answer is right).
+
+    `answer_reward` is that of the answer alone: `outcome` and the named rewards for answers; None if the run has no
+    reward for answers.
+
+    Raises R3LiteError if a reward is not finite or too large for fp32.
     """
 
     by_step: list[float]
@@ -61,7 +66,7 @@ class EpisodeReward:
         return self.parts.get("judge", self.parts["em"]) == 1.0
 
     def failed(self, below: float | None = None) -> bool:
-        """Returns True if the answer is wrong or, with a threshold, if the outcome reward is below it."""
+        """Returns True if the outcome reward is less than `below`; if that is None, if the answer is wrong."""
         if below is None:
             return not self.right
         return self.parts["outcome"] < below
@@ -73,9 +78,9 @@ def highest_outcome(settings: RewardSettings) -> float:
 
 
 def outcome_share(reward: EpisodeReward, settings: RewardSettings) -> float:
-    """Returns the outcome reward as a share of the highest possible one, from 0 to 1.
+    """Returns the outcome reward divided by the highest possible one: how right the answer is, from 0 to 1.
 
-    It shows how right an answer is; the total does not, because format and recall are rewarded for wrong answers, too.
+    The total does not show that, because format and recall are rewarded for wrong answers, too.
     """
     return reward.parts["outcome"] / highest_outcome(settings)
 
@@ -88,8 +93,10 @@ def score(
     """Returns the rewards of an episode: each step's is the sum over the rewards of the settings.
 
     These are `format`, `process`, `search` and `outcome` (parts.py), and each of `rewards`, at the steps that its
-    function rewards (registry.py). It is None, a missing reward, if the retriever failed, if the episode is an end that
-    searches instead of answering, if there is no verdict although a reward needs one, or if a named reward is missing.
+    function rewards (registry.py).
+
+    Returns None, a missing reward, if the retriever failed, if the last turn searched although it had to answer, if a
+    reward needs a verdict and there is none, or if a named reward is missing.
     """
     if episode.failure or episode.finish == SEARCHING:
         return None
@@ -105,7 +112,7 @@ def score(
     for step_rewards in step_rewards_by_name.values():
         by_step = [total + reward for total, reward in zip(by_step, step_rewards, strict=True)]
     totals = {name: sum(step_rewards) for name, step_rewards in step_rewards_by_name.items()}
-    parts = {name: totals[name] for name in ALWAYS} | totals  # those of ALWAYS first
+    parts = {name: totals[name] for name in ALWAYS} | totals  # all of `totals`, in another order: ALWAYS first
     answer_reward = None
     for_answers = [function.name for function in functions if function.pays_answer]
     if highest_outcome(settings) or for_answers:
@@ -139,11 +146,14 @@ def _refuse_always_missing(
     verdicts: list[Verdict | None],
     settings: RewardSettings,
 ) -> None:
-    """Raises R3LiteError if a named reward is missing for all episodes: a run would go on without learning anything."""
-    with_verdict = needs_verdict(settings)
+    """Raises R3LiteError if a named reward is missing for all episodes: a run would go on without learning anything.
+
+    Episodes whose reward is missing for another cause, a failed retriever or a missing verdict, do not count.
+    """
+    verdict_needed = needs_verdict(settings)
     pairs = []
     for episode, verdict in zip(episodes, verdicts, strict=True):
-        lacks_verdict = with_verdict and verdict is None
+        lacks_verdict = verdict_needed and verdict is None
         if not episode.failure and not lacks_verdict:
             pairs.append((episode, verdict))
     if not pairs:

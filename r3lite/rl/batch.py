@@ -62,7 +62,8 @@ class Rollout:
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The learner fills in the fields from `old` on. Off-policy rows stand behind the on-policy rows of their group.
+    The learner fills in the fields from `trainer_logprobs` on. Off-policy rows stand behind the on-policy rows of their
+    group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -76,7 +77,8 @@ class Batch:
     signals: Tensor  # [B] see Rollout.signal
     teacher: list[TopTokens | None]  # [B] see Rollout
     off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is off-policy
-    old: Tensor | None = None  # [B, T] log-probabilities under the old policy, at actions; None: `logprobs`
+    # [B, T] at actions: log pi_old, computed by the trainer; None: `logprobs`, those of the sampler, are log pi_old
+    trainer_logprobs: Tensor | None = None
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
     value_targets: Tensor | None = None  # [B, T] returns that the critic is trained to predict, at actions
@@ -121,9 +123,9 @@ class Batch:
     @property
     def old_logprobs(self) -> Tensor:
         """log pi_old [B, T], the denominator of the ratios."""
-        if self.old is None:
+        if self.trainer_logprobs is None:
             return self.logprobs
-        return self.old
+        return self.trainer_logprobs
 
     @property
     def off_policy_actions(self) -> Tensor | None:
@@ -134,17 +136,17 @@ class Batch:
         return self.off_policy.repeat_interleave(actions_per_row)
 
     def with_trainer_logprobs(self, logprobs: Tensor) -> "Batch":
-        """Returns the batch with the trainer's log-probabilities [B, T] as `old`.
+        """Returns the batch with the trainer's log-probabilities [B, T] as log pi_old.
 
         Off-policy rows keep their recorded ones.
         """
         if self.off_policy is not None:
             logprobs = torch.where(self.off_policy[:, None], self.logprobs, logprobs)
-        return replace(self, old=logprobs)
+        return replace(self, trainer_logprobs=logprobs)
 
     def token_rows(self) -> list[list[int]]:
         """Returns the tokens of each row up to its last action token: no loss depends on those after it."""
-        length_up_to = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: that of a row which ends with token t
+        length_up_to = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: a row that ends with token t has t + 1 tokens
         lengths = (length_up_to * self.action_mask).amax(-1)  # [B]
         rows = zip(self.tokens.tolist(), lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in rows]
@@ -164,7 +166,7 @@ class Batch:
         units: list[list[int]] = []  # an on-policy row each, with the off-policy rows that go with it
         for row in chain.from_iterable(shuffled):
             if self.off_policy is not None and self.off_policy[row]:
-                units[-1].append(row)
+                units[-1].append(row)  # needs `by_group`: only then is the row before it one of its own group
             else:
                 units.append([row])
         count = math.ceil(len(units) / size)

@@ -49,8 +49,11 @@ class UpdateBudget(Protocol):
     def begin(self, number: int, rollbacks: int) -> None:
         """Called before round `number`, with the rollbacks that the collapse guard has made so far."""
 
-    def accepts(self, kl: float, error: float) -> bool:
-        """Decides by the KL and its standard error if an update may be taken; if not, the last one was taken back."""
+    def judge_last_update(self, kl: float, error: float) -> bool:
+        """Judges the last update by the KL and its standard error, and sets the rate of the next one.
+
+        Returns False if it took the last update back: then the round must not be learned from.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class MeasuredLoss:
 
     loss: Tensor  # [] summed over the tokens, with gradients
     sums: list[Sums]  # of the metrics, chunk by chunk: they are added up later, always in one order
-    log_ratios: Tensor  # [2, N] of the N on-policy tokens, see `MeasuredChunk`
+    log_ratios: Tensor  # [2, N] of the N on-policy tokens; the two rows are those of `MeasuredChunk`
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class MeasuredChunk:
     """What is measured of n action tokens, some of which may be off-policy."""
 
     sums: Sums  # of the metrics
-    # [2, n]. Row 0: the current log-probability minus that which the sampler recorded; row 1: the log of the ratio that
-    # the algorithm clips.
+    # [2, n], two logs of ratios for each token. Row 0 is the current log-probability minus the one that the sampler
+    # recorded. Row 1 is the log of the ratio that the algorithm clips.
     log_ratios: Tensor
 
 
@@ -102,7 +105,7 @@ class Learner:
             batch = replace(batch, reference=self.sum_over_ranks(self.reference_logprobs, batch))
         if self.budget:
             kl, error = kl_on_policy(batch)
-            if not self.budget.accepts(kl, error):
+            if not self.budget.judge_last_update(kl, error):
                 return dict(self.budget.metrics)
         batch = self.algorithm.with_advantages(batch)
         advantages = batch.advantages
@@ -129,7 +132,8 @@ class Learner:
                 norms.append(norm)
         bar.close()
         metrics = self._metrics(step_sums, first_epoch_ratios, norms)
-        metrics |= self.algorithm.adapt_kl(metrics.get("kl"))
+        beta_metric = self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
+        metrics |= beta_metric
         metrics |= self.algorithm.statistics(batch)
         if self.budget:
             metrics |= self.budget.metrics
@@ -142,6 +146,8 @@ class Learner:
         norms: list[float],
     ) -> dict[str, float]:
         """Means over the tokens of all ranks and optimizer steps, from what this rank has of each step."""
+        # by_rank[rank] = (sums of each step, ratios of each step of the first epoch). The first zip makes two tuples of
+        # it, with an entry a rank; the second one turns ratios_by_rank[rank][step] into an entry a step, of all ranks.
         by_rank = self.ranks.gather((step_sums, first_epoch_ratios))
         sums_by_rank, ratios_by_rank = zip(*by_rank, strict=True)
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
@@ -155,6 +161,7 @@ class Learner:
 
     def sum_over_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
         """Returns the sum over the ranks of `work(*args)` [B, T], which is 0 at the rows of other ranks."""
+        # "update" means the figures that limit passes over whole rows, with gradients or without.
         return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
@@ -205,7 +212,7 @@ class Learner:
         token_rows = batch.token_rows()
         row_limit = self.settings.micro_batch_size or len(batch)
         lengths = [len(tokens) for tokens in token_rows]
-        rank_rows = sorted(self.ranks.share(lengths))
+        rank_rows = sorted(self.ranks.rows_of_rank(lengths))
         without_teacher = [row for row in rank_rows if batch.teacher[row] is None]
         with_teacher = [row for row in rank_rows if batch.teacher[row] is not None]
         micro_batches = []
@@ -278,7 +285,7 @@ class Learner:
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
-            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
+            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,  # a kind of tokens before TOKENS names its count
         }
         return MeasuredLoss(loss, [*sums, totals], log_ratios)
 
@@ -339,9 +346,9 @@ class Learner:
 def kl_on_policy(batch: Batch) -> tuple[float, float]:
     """Estimates the KL from the reference (k3) over the tokens that the policy sampled in this round.
 
-    Returns the mean over these tokens in nats, and its standard error, infinite for a single group: groups are drawn
-    independently, and nearly all of the KL may be that of a few (error of a ratio of sums; Cochran, Sampling
-    Techniques, section 6.4).
+    Returns the mean over these tokens in nats, and its standard error. The error is over groups, which are drawn
+    independently, because nearly all of the KL may be that of a few. It is that of a ratio of sums (Cochran, Sampling
+    Techniques, section 6.4), and infinite for a single group.
     """
     mask = batch.action_mask
     if batch.off_policy is not None:

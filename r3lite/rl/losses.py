@@ -18,7 +18,7 @@ TokenLoss = tuple[Tensor, dict[str, Tensor]]  # a loss [N], and metrics [N] by n
 Sums = dict[str, Tensor | int]
 OFF_POLICY = "off_policy/"
 GUIDED = "teacher/"
-TOKENS = "tokens"  # after the kind: how many tokens the sums are over
+TOKENS = "tokens"  # `<kind>tokens` is the number of tokens of a kind, by which its sums are divided
 MIN_REMAINDER = 1e-6  # of the probability outside of the k tokens: 1 minus a sum in fp32 is not more exact
 
 
@@ -168,10 +168,9 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the
     log of the ratio that the algorithm clips.
 
-    The differences, under TRL's names, are |row 0| over the first mini-batch alone: only its log-probabilities are
-    computed before the round's first optimizer step, with the weights of the sampler, so that they differ by rounding
-    only. Its rows are drawn at random. The share of tokens whose ratio is outside the clip, whatever their advantages,
-    is over the whole epoch, and includes what the round has learned before each mini-batch. A metric without tokens is
+    The differences, under TRL's names, are |row 0| of the first mini-batch alone. It is computed with the weights of
+    the sampler, before the first optimizer step, so they are rounding only. The share of tokens with a ratio outside
+    the clip, whatever their advantages, is over the whole epoch, in which the policy moves. A metric without tokens is
     left out.
     """
     metrics = {}

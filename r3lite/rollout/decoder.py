@@ -36,7 +36,7 @@ class Decoder:
         ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
         return self._run(ids, context)[:, 0]
 
-    def verify(self, additions: list[list[int]]) -> Tensor | None:
+    def run_drafts(self, additions: list[list[int]]) -> Tensor | None:
         """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
 
         If they are not all finite, the cache is as before, and there are none.

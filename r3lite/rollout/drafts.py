@@ -11,9 +11,9 @@ Much of what a trained model writes stands before it: in the question, in docume
    place by place, as it does without drafts, those rows whose tokens agree with their drafts so far. A row leaves when
    its token differs, ends its turn or is no number. So a uniform number is drawn for a token that is kept, and for no
    other; tokens are those of sampling one by one, but for the rounding of wider passes.
-4. Roll-back. The cache, and what a sequence counts of it, end with the tokens that were kept: `Scheduler.keep`. If a
-   number of the pass is not finite, all of it is taken back, and the rows are run without drafts: what follows a draft
-   has a weight of 0 in the attention of places before it, which does not remove a NaN.
+4. Roll-back. The cache, and what a sequence counts of it, end with the tokens that were kept: `Scheduler.truncate`.
+   If a number of the pass is not finite, all of it is taken back, and the rows are run without drafts: what follows a
+   draft has a weight of 0 in the attention of places before it, which does not remove a NaN.
 
 CUDA graphs have shapes of one token a row: with them nothing is drafted.
 """
@@ -223,7 +223,7 @@ def drafter_of(
     return None
 
 
-def verify(
+def accept_drafts(
     rows: list[Sequence],
     drafts: list[list[int]],
     sample: Callable[[list[int], list[Sequence]], list[Sequence]],

@@ -27,7 +27,7 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Drafter, drafter_of, room, verify
+from r3lite.rollout.drafts import Drafter, accept_drafts, drafter_of, room
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Listener, Sequence
@@ -135,13 +135,13 @@ class Engine:
         lines = bars.TimedLines(bar, progress, "episodes")
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
-                pending = [s for s in sequences if s.pending]  # of baselines that retrieve before the first turn
-                if pending:
-                    for sequence, documents in fetcher.fetch(pending):
+                retrieving = [s for s in sequences if s.pending]  # baselines, which retrieve before the first turn
+                if retrieving:
+                    for sequence, documents in fetcher.fetch(retrieving):
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
-                rows = min(self.grant.memory.rollout_batch_size, len(unfinished))
-                scheduler, decoder = self.begin(unfinished, rows)
+                row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
+                scheduler, decoder = self.begin(unfinished, row_count)
                 with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
@@ -150,9 +150,9 @@ class Engine:
             self.model.train(training)
         return sequences
 
-    def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
-        """Returns the scheduler of sequences over a new KV cache of `rows` rows, and the decoder of that cache."""
-        cache = KVCache.of(self.model, rows)
+    def begin(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
+        """Returns the scheduler of sequences over a new KV cache of `row_count` rows, and the decoder of that cache."""
+        cache = KVCache.of(self.model, row_count)
         if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
@@ -180,7 +180,7 @@ class Engine:
                 scheduler.release(sequence)
                 on_finish()
         for sequence in scheduler.running:
-            sequence.begin_turn(self.spans)
+            sequence.note_turn_start(self.spans)
         self._prefill(scheduler)
         for sequence in self._decode(scheduler, decoder):
             layout = self.layout_of(sequence)
@@ -226,8 +226,8 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
-        pending = [sequence.tokens[sequence.cached : -1] for sequence in scheduler.running]
-        for parts in passes(pending, self.grant.memory.micro_batch_tokens):
+        uncached_tokens = [sequence.tokens[sequence.cached : -1] for sequence in scheduler.running]
+        for parts in passes(uncached_tokens, self.grant.memory.micro_batch_tokens):
             prefill = Prefill(scheduler.cache, parts)
             self.model(prefill.tokens, prefill)
             for row, tokens in parts:
@@ -238,16 +238,16 @@ class Engine:
 
         With drafts, a sequence may get several.
         """
-        rows = scheduler.running
-        if not rows:
+        running = scheduler.running
+        if not running:
             return []
         if decoder.drafter:
             sampled = self._decode_drafts(scheduler, decoder, decoder.drafter)
             if sampled is not None:
                 return sampled
-        last_tokens = [sequence.tokens[-1] for sequence in rows]
+        last_tokens = [sequence.tokens[-1] for sequence in running]
         hidden = decoder(last_tokens)  # [B, C]
-        sampled = self._sample_next(hidden, self._logits(hidden), rows)
+        sampled = self._sample_next(hidden, self._logits(hidden), running)
         for sequence in sampled:
             sequence.cached += 1
         return sampled
@@ -259,25 +259,26 @@ class Engine:
         drafter: Drafter,
     ) -> list[Sequence] | None:
         """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
-        rows = scheduler.running
-        drafts = drafter.propose(rows, [room(sequence, self.layout_of(sequence).lengths) for sequence in rows])
+        running = scheduler.running
+        rooms = [room(sequence, self.layout_of(sequence).lengths) for sequence in running]
+        drafts = drafter.propose(running, rooms)
         if not any(drafts):
             return None
-        additions = [[sequence.tokens[-1], *draft] for sequence, draft in zip(rows, drafts, strict=True)]
-        hidden = decoder.verify(additions)  # [N, C]
+        additions = [[sequence.tokens[-1], *draft] for sequence, draft in zip(running, drafts, strict=True)]
+        hidden = decoder.run_drafts(additions)  # [N, C]
         if hidden is None:
             return None
         logits = self._logits(hidden)  # [N, V]
-        agreement = verify(
-            rows,
+        agreement = accept_drafts(
+            running,
             drafts,
             sample=lambda places, sequences: self._sample_next(hidden[places], logits[places], sequences),
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         drafter.count(agreement)
-        for row, sequence in enumerate(rows):
-            scheduler.keep(row, len(sequence.tokens) - 1)
-        return [sequence for row, sequence in enumerate(rows) if row not in agreement.failed]
+        for row, sequence in enumerate(running):
+            scheduler.truncate(row, len(sequence.tokens) - 1)
+        return [sequence for row, sequence in enumerate(running) if row not in agreement.failed]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
@@ -289,24 +290,24 @@ class Engine:
         self,
         hidden: Tensor,
         logits: Tensor,
-        rows: list[Sequence],
+        sequences: list[Sequence],
     ) -> list[Sequence]:
         """Samples one token of each sequence by its hidden states [B, C] and logits [B, V]; returns those that got one.
 
         A sequence whose logits are not finite fails.
         """
-        tokens, logprobs = self._sample(logits, rows)  # [B] each
-        numbers = [tokens.to(logprobs), logprobs]
+        sampled_ids, sampled_logprobs = self._sample(logits, sequences)  # [B] each
+        numbers = [sampled_ids.to(sampled_logprobs), sampled_logprobs]
         if self.value_head is not None:
-            numbers.append(self.value_head(hidden).to(logprobs))
+            numbers.append(self.value_head(hidden).to(sampled_logprobs))
         # One transfer, because each waits for the device. Token ids are exact in fp32.
         tokens, logprobs, *critic_values = torch.stack(numbers).tolist()
-        values = critic_values[0] if critic_values else [0.0] * len(rows)
+        values = critic_values[0] if critic_values else [0.0] * len(sequences)
         sampled = []
-        for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
+        for sequence, token, logprob, value in zip(sequences, tokens, logprobs, values, strict=True):
             if math.isnan(logprob):
                 error = self._explain_overflow(sequence)
-                self._fail(sequence, error)
+                self._fail(sequence, error)  # raises; in a LaneEngine the others go on
                 continue
             sampled.append(sequence)
             sequence.write([int(token)])
@@ -329,7 +330,7 @@ class Engine:
             code="logits-not-finite",
         )
 
-    def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
-        uniforms = [sequence.stream.random() for sequence in rows]
+        uniforms = [sequence.stream.random() for sequence in sequences]
         return self.sampler(logits, uniforms)

@@ -49,7 +49,7 @@ class Fetcher:
             documents: list[list[Document]] = []  # of each query
             for outcome in outcomes[first:stop]:
                 if isinstance(outcome, Failure):
-                    sequence.failure = outcome.reason
+                    sequence.failure = outcome.reason  # if several fail, that of the last one
                     documents.append([])
                 else:
                     documents.append(outcome)

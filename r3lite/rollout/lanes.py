@@ -51,16 +51,16 @@ class Visitor(Sequence):
 class LaneEngine(Engine):
     """An engine whose rows each have a sampler of their own."""
 
-    def _sample(self, logits: Tensor, rows: list[Visitor]) -> tuple[Tensor, Tensor]:
-        tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)  # [B]
+    def _sample(self, logits: Tensor, sequences: list[Visitor]) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(len(sequences), dtype=torch.long, device=logits.device)  # [B]
         logprobs: Tensor | None = None  # [B]
-        for sampler in dict.fromkeys(row.sampler for row in rows):
-            places = [i for i, row in enumerate(rows) if row.sampler == sampler]
-            uniforms = [rows[i].stream.random() for i in places]
-            sampler_logits = logits if len(places) == len(rows) else logits[places]
+        for sampler in dict.fromkeys(sequence.sampler for sequence in sequences):
+            places = [i for i, sequence in enumerate(sequences) if sequence.sampler == sampler]
+            uniforms = [sequences[i].stream.random() for i in places]
+            sampler_logits = logits if len(places) == len(sequences) else logits[places]
             tokens[places], sampler_logprobs = sampler(sampler_logits, uniforms)
             if logprobs is None:
-                logprobs = sampler_logprobs.new_empty(len(rows))
+                logprobs = sampler_logprobs.new_empty(len(sequences))
             logprobs[places] = sampler_logprobs
         return tokens, logprobs
 

@@ -50,7 +50,7 @@ class Sampler:
     def _truncate(self, probs: Tensor) -> Tensor:
         """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row one is above 0.
 
-        What is excluded is compared, not what stays: comparisons with NaN are false, so that a row of NaNs stays one.
+        We mask with `probs < kth`, so that NaN rows stay NaN: comparisons with NaN are false.
         """
         if self.top_k:
             k = min(self.top_k, probs.shape[-1])
@@ -83,7 +83,7 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     rows, block_count, _ = blocks.shape
     ends = torch.zeros(rows, block_count + 1, dtype=torch.float64, device=blocks.device)
     block_totals = ends[:, 1:]
-    torch.sum(blocks, -1, dtype=ends.dtype, out=block_totals)
+    torch.sum(blocks, -1, dtype=ends.dtype, out=block_totals)  # fills ends[:, 1:]
     ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
     drawn = torch.tensor(uniforms, dtype=ends.dtype)[:, None]  # [B, 1]
     drawn = drawn.to(ends.device, non_blocking=True)
@@ -95,9 +95,10 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     index = block[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
     block_probs = blocks.gather(1, index)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=ends.dtype)
-    # Kept below the block's sum, which here is rounded in another way: beyond it are tokens of probability 0.
+    # The sum here may differ from `ends` by rounding. We clamp, so that no token of probability 0 is taken.
     highest = block_sums[:, -1:] * BELOW_ONE
     target = torch.minimum(target, highest)
     is_below = block_sums <= target
     place_in_block = is_below.sum(-1, keepdim=True)
+    # block * BLOCK + place_in_block, in one kernel.
     return torch.add(place_in_block, block, alpha=BLOCK).to(device)

@@ -20,7 +20,7 @@ class CommonPrefix(NamedTuple):
 
     row: int  # that has the longest prefix of the sequence in the cache
     cached_length: int  # tokens of that prefix
-    coming_length: int  # tokens of the longest prefix that a row will have in the cache once it is prefilled
+    length_after_prefill: int  # the longest such prefix once the rows that are not yet prefilled are; 0 if all are
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Scheduler:
     cache: KVCache
     rows: list[Sequence] = field(default_factory=list)  # rows[i] is in row i of the cache
     active: int = 0  # number of running rows, which come first
-    last_released: Sequence | None = None  # if all rows are free, row 0 of the cache still has its tokens
+    last_released: Sequence | None = None  # with all rows free, row 0 of the cache still has its tokens, to copy
 
     @property
     def running(self) -> list[Sequence]:
@@ -47,7 +47,7 @@ class Scheduler:
             if len(self.rows) == len(self.cache.lengths):
                 return
             prefix = self._common_prefix(sequence)
-            if prefix.coming_length >= LEAST_SHARED and prefix.coming_length > prefix.cached_length:
+            if prefix.length_after_prefill >= LEAST_SHARED and prefix.length_after_prefill > prefix.cached_length:
                 continue
             self.waiting.remove(sequence)
             row = len(self.rows)
@@ -60,19 +60,23 @@ class Scheduler:
             self.active += 1
 
     def _common_prefix(self, sequence: Sequence) -> "CommonPrefix":
-        """Returns the longest prefix that a sequence shares with a row; of equal ones that of the last row."""
+        """Returns the longest prefix that a sequence shares with a row.
+
+        Of equal ones it is that of the last row, so that the order in which rows are compared does not matter.
+        """
         prefix_row = 0
         cached_length = 0
-        coming_length = 0
+        length_after_prefill = 0
         for row, neighbour in self._distinct_rows():
             shared = _shared(sequence, neighbour)
             if neighbour.cached < shared:
-                coming_length = max(coming_length, shared)
+                length_after_prefill = max(length_after_prefill, shared)
             length = min(shared, neighbour.cached)
+            # A longer prefix, or one of equal length in a later row.
             if (length, row) > (cached_length, prefix_row):
                 cached_length = length
                 prefix_row = row
-        return CommonPrefix(prefix_row, cached_length, coming_length)
+        return CommonPrefix(prefix_row, cached_length, length_after_prefill)
 
     def _distinct_rows(self) -> Iterator[tuple[int, Sequence]]:
         """Yields one row of each question, if possible one whose prompt is in the cache."""
@@ -99,11 +103,11 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Frees the row of a running sequence."""
-        self.park(sequence)
+        self.park(sequence)  # moves it behind the running rows; the swap moves it to the last row, which is dropped
         self._swap(self.active, len(self.rows) - 1)
         self.last_released = self.rows.pop()
 
-    def keep(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Makes a row of the cache, and what its sequence counts of it, end after its first `length` tokens."""
         self.cache.truncate(row, length)
         self.rows[row].cached = length

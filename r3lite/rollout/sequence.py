@@ -44,10 +44,10 @@ class Sequence(Transcript):
 
     @property
     def tokens_left(self) -> float:
-        """How many tokens it may write yet, beside the limits of its layout."""
+        """How many tokens it may write yet: no limit of its own beside those of its layout. Serving overrides it."""
         return math.inf
 
-    def begin_turn(self, spans: Spans) -> None:
+    def note_turn_start(self, spans: Spans) -> None:
         """Notes the time, if nothing of the current turn has been sampled."""
         if len(self.tokens) == self.turn_start:
             self.turn_started_at = spans.now()
@@ -74,7 +74,7 @@ class Sequence(Transcript):
         prefix = self.first(turn_start)
         return Sequence(
             self.question,
-            **vars(prefix),
+            **vars(prefix),  # the four fields of TokenRecord
             steps=self.steps[:steps],
             step_ends=self.step_ends[:steps],
             turn_start=turn_start,

@@ -23,6 +23,8 @@ from r3lite.serving.http import Event, RequestGuard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
 from r3lite.settings import LimitSettings, ServerSettings
 
+KEY = re.compile(r"[\w-]{1,80}")  # of a body; the names of types that stand between keys, such as list[Part], are none
+
 
 class Generate(BaseModel, extra="forbid"):
     """The body of POST /generate."""
@@ -55,8 +57,8 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
         on_loopback=server.on_loopback,
     )
     if server.cors_origins:
-        # Clients send headers of their own, such as OpenAI's x-stainless-*. The origins are listed one by one, and no
-        # cookies are read, so that a header gives a page nothing that it does not have.
+        # Any header is allowed: clients send their own, such as OpenAI's x-stainless-*. That is safe, because only the
+        # listed origins may ask, and no cookies are read.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.cors_origins,
@@ -76,7 +78,7 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:
-        ask = desk.settled(
+        ask = desk.resolve(
             body.query,
             mode=body.mode,
             adapter=body.adapter,
@@ -87,8 +89,8 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
         def reply(answer: ServedAnswer) -> dict[str, Any]:
             return {"question": ask.text, **asdict(answer), "conversation": body.conversation}
 
-        def texts(event: Event) -> Iterator[str]:
-            """Yields an event as JSON; the last one is `done` or `error`."""
+        def event_texts(event: Event) -> Iterator[str]:
+            """Yields the JSON of an event. The last event of a stream has the type `done` or `error`."""
             if isinstance(event, ServedAnswer):
                 event = {"type": "done", "question": ask.text, **asdict(event)}
             elif isinstance(event, Refusal):
@@ -100,7 +102,7 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
             desk=desk,
             ask=ask,
             reply=reply,
-            texts=texts if body.stream else None,
+            texts=event_texts if body.stream else None,
         )
 
     app.include_router(routes_of(desk))
@@ -108,7 +110,10 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
 
 def add_descriptions(app: FastAPI, desk: Desk, needs_token: bool, max_requests: int) -> None:
-    """Adds the routes that describe the server: its state to everybody, and what it serves to who may ask it."""
+    """Adds two routes that describe the server.
+
+    /api/health tells everybody its state. /api/about tells those who may ask questions what it serves.
+    """
 
     @app.get("/api/health")
     async def health() -> dict[str, Any]:
@@ -148,9 +153,10 @@ def problem_of(request: Request, error: RequestValidationError) -> str:
     """Says what is wrong with a body, and where."""
     if "json" not in request.headers.get("content-type", ""):
         return "The header Content-Type must be application/json."
-    problem = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
-    keys = map(str, problem["loc"][1:])
-    place = ".".join(key for key in keys if re.fullmatch(r"[\w-]{1,80}", key))  # without types such as list[Part]
+    # Where several types are allowed, each has its problem. The one that fits best was read furthest.
+    problem = max(error.errors(), key=lambda each: len(each["loc"]))
+    parts = map(str, problem["loc"][1:])
+    place = ".".join(part for part in parts if KEY.fullmatch(part))
     if not place:
         place = "the body"
     if problem["type"] == "json_invalid":

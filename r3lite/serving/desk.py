@@ -131,7 +131,7 @@ class Desk:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="prepare")  # a long text takes a moment to tokenize
         self.conversations = Conversations(modes.memory_turns, modes.conversations, modes.memory_kib << 10)
 
-    def settled(
+    def resolve(
         self, text: str, mode: str, adapter: str | None, conversation: str | None = None, retry: bool = False
     ) -> Ask:
         """Returns the ask with a mode that answers it, the adapter of that mode if none is named, and the messages

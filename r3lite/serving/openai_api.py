@@ -152,7 +152,7 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     if body.messages[-1].role != "user":
         raise Refusal(400, "invalid_request", "The last message must have the role user.")
     mode, _, adapter = body.model.partition("/")
-    ask = desk.settled(body.messages[-1].text, mode, adapter or None)
+    ask = desk.resolve(body.messages[-1].text, mode, adapter or None)
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, max_tokens):
         raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens differ: pass one of them.")

@@ -21,7 +21,7 @@ from r3lite.core.config import (
 )
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.conditions import follows_sub_questions, is_gold, tunes_adapter
+from r3lite.settings.conditions import follows_sub_questions, makes_gold_trajectories, tunes_adapter
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 from r3lite.settings.protocol import Format
@@ -90,7 +90,7 @@ class CollectSettings(Section):
         NeedsOthers(
             "demonstrations",
             "--source gold or documents without --baseline, and a --format other than dag and solution",
-            lambda s: is_gold(s) and s.format not in ("dag", "solution"),
+            lambda s: makes_gold_trajectories(s) and s.format not in ("dag", "solution"),
         ),
         NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
         NeedsOthers(

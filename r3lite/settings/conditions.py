@@ -1,4 +1,7 @@
-"""What settings of several sections together say about a run, as conditions of `NeedsOthers`."""
+"""What settings of several sections together say about a run, as conditions of `NeedsOthers`.
+
+A condition takes all settings of a command. One that the command lacks is None.
+"""
 
 from collections.abc import Callable
 
@@ -8,12 +11,15 @@ from r3lite.settings.addresses import SERVICES, collection_server
 
 def formats(s: CommandSettings) -> set[str]:
     """Returns the formats in use: --format, or those of the sources that have steps."""
-    sources = s.sources or [{}]
+    sources = s.sources or [{}]  # without sources: one that sets nothing, so that --format holds
     return {source.get("format", s.format) for source in sources if source.get("type", "qa") == "qa"}
 
 
 def uses_format(*names: str) -> Callable[[CommandSettings], bool]:
-    """Returns a condition that one of these formats is in use, or a user's own, which its file decides on."""
+    """Returns a condition that one of these formats is in use, or a user's own.
+
+    A user's own format is a TOML file, which is not read here: it may be like any of these.
+    """
     return lambda s: any(name in names or str(name).endswith(".toml") for name in formats(s))
 
 
@@ -45,13 +51,14 @@ def has_documents(s: CommandSettings) -> bool:
 
 
 def has_search(s: CommandSettings) -> bool:
-    """Tells whether a search finds these documents; `golden` takes them from the question."""
+    """Tells whether documents are searched for. `golden` does not search: it takes them from the question."""
     return has_documents(s) and s.retriever != "golden"
 
 
 def reads_paragraphs(s: CommandSettings) -> bool:
     """Tells whether documents are the paragraphs that come with the questions."""
     retriever = s.retriever or ""
+    # At an address, or found by a web service.
     is_elsewhere = "://" in retriever or retriever in SERVICES
     if not has_documents(s) or is_elsewhere:
         return False
@@ -72,27 +79,30 @@ def describes_procedures(s: CommandSettings) -> bool:
 
 
 def encodes(s: CommandSettings) -> bool:
-    """Tells whether --encoder has something to encode: passages and queries, or descriptions of procedures."""
+    """Tells whether --encoder has something to encode: passages and queries, or descriptions of procedures.
+
+    Web services find pages by words; their passages are ranked by vectors.
+    """
     if s.command == "index" or describes_procedures(s):
         return True
     retriever = s.retriever or ""
-    has_vectors = retriever in ("semantic", "hybrid", *SERVICES) or collection_server(retriever) or s.source_index
-    return bool(has_vectors) and has_search(s)
+    uses_vectors = retriever in ("semantic", "hybrid", *SERVICES) or collection_server(retriever) or s.source_index
+    return bool(uses_vectors) and has_search(s)
 
 
-def has_network(s: CommandSettings) -> bool:
-    """Tells whether a network makes the vectors."""
+def encodes_with_model(s: CommandSettings) -> bool:
+    """Tells whether a model makes the vectors, and not the hashing of words."""
     return encodes(s) and s.encoder != "hashing"
 
 
-def is_gold(s: CommandSettings) -> bool:
+def makes_gold_trajectories(s: CommandSettings) -> bool:
     """Tells whether trajectories are made from gold decompositions."""
     return s.source in ("gold", "documents") and s.baseline == "none"
 
 
 def follows_sub_questions(s: CommandSettings) -> bool:
     """Tells whether gold trajectories follow the decompositions; see datasets/demonstrations.py."""
-    if not is_gold(s):
+    if not makes_gold_trajectories(s):
         return False
     return s.demonstrations == "sub-questions" or s.format in ("dag", "solution")
 

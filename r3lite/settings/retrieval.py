@@ -13,8 +13,8 @@ from r3lite.settings.common import budget_bytes
 from r3lite.settings.conditions import (
     chooses_procedure,
     describes_procedures,
+    encodes_with_model,
     has_documents,
-    has_network,
     has_search,
     has_steps,
     reads_paragraphs,
@@ -36,11 +36,11 @@ class EncoderSettings(Section):
     """Encoder."""
 
     needs: ClassVar = (
-        NeedsOthers("encoder_style", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers("encoder_style", "a retriever that uses an --encoder other than hashing", encodes_with_model),
         NeedsOthers(
             "encoder_dtype",
             "a retriever that uses an --encoder other than hashing, or a local --rerank",
-            lambda s: has_network(s) or (s.rerank and "://" not in s.rerank),
+            lambda s: encodes_with_model(s) or (s.rerank and "://" not in s.rerank),
         ),
     )
 
@@ -78,7 +78,7 @@ class RetrievalSettings(EncoderSettings):
             "the paragraphs of the questions, without --corpus, --index, a server or the web",
             reads_paragraphs,
         ),
-        NeedsOthers("query_cache", "a retriever that uses an --encoder other than hashing", has_network),
+        NeedsOthers("query_cache", "a retriever that uses an --encoder other than hashing", encodes_with_model),
         NeedsOthers("source_index", "--format dag or --search-graph", searches_by_graph),
         Needs("context corpus index filter", "a --retriever that searches local passages", lambda s: s.has_passages),
         Needs("corpus index filter source_index", "--context corpus", lambda s: s.context != "question"),

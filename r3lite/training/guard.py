@@ -71,11 +71,12 @@ class Guard:
         self.rounds = 0  # so far
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
-        # `right_likelihood` at the end of the first rounds, or as soon as there is one after them.
+        # `right_likelihood` of the recent rounds when the first rounds end; or later, as soon as there are enough right
+        # answers.
         self.right_start: float | None = None
         self.peak: list[Numbers] | None = None  # `recent` when its mean F1 was highest: F1 and reward of these rounds
         self.best_reward: float | None = None  # the highest mean reward that `recent` has had
-        self.beyond: dict[str, int] = {}  # by limit: how often in a row it was crossed
+        self.beyond: dict[str, int] = {}  # by limit: the number of rounds or validations in a row that crossed it
         self.best: Best | None = None
         self.validations = 0
         self.rollbacks = 0
@@ -107,14 +108,14 @@ class Guard:
             self.first.append(numbers)
         self.recent = [*self.recent, numbers][-self.settings.guard_patience :]
         self._take_peaks()
-        crossed: dict[str, str | None] = {}  # by limit: what has happened, or None if the round is within it
+        crossed: dict[str, str | None] = {}  # by limit that was checked: what has happened, or None within it
         if len(self.first) == self.start_rounds:
             if self.right_start is None:
                 self.right_start = right_likelihood(self.recent)
             crossed |= self._crossed_in_round(numbers)
         if question_f1s is not None:
             crossed |= self._crossed_in_validation(question_f1s)
-            self.validated(step, question_f1s)
+            self.take_validation(step, question_f1s)  # after the check, which compares it with earlier ones
         alarms = self._count(crossed)
         if not alarms or self.settings.guard == "off":
             return None
@@ -142,12 +143,15 @@ class Guard:
 
     def first_rounds(self, record: dict) -> list[Numbers]:
         """Returns the first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
-        if self.rounds + 1 != self.start_rounds:
+        if self.rounds + 1 != self.start_rounds:  # `check` has not counted this round yet
             return []
         return [*self.first, watched(record)]
 
-    def validated(self, step: int, question_f1s: Sequence[float]) -> None:
-        """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
+    def take_validation(self, step: int, question_f1s: Sequence[float]) -> None:
+        """Counts a validation, and takes it for the best one if its F1 is higher.
+
+        Of equal ones the first stays, as the safer one.
+        """
         self.validations += 1
         if self.best is None or statistics.fmean(question_f1s) > self.best.f1:
             self.best = Best(step, list(question_f1s), self._mean_of_recent("reward"))
@@ -177,7 +181,7 @@ class Guard:
         """
         crossed: dict[str, str | None] = {}
         for watch in WATCHES:
-            limit = getattr(self.settings, watch.limit)
+            limit = getattr(self.settings, watch.limit)  # a watch names the setting of its limit
             value = numbers[watch.quantity]
             start = self._at_start(watch.quantity)
             if limit is None or value is None or start is None:
@@ -188,7 +192,7 @@ class Guard:
     def _right_likelihood(self, numbers: Numbers) -> dict[str, str | None]:
         """Checks whether right answers become less likely, which is how GRPO begins to collapse.
 
-        A round without a right answer is not checked. Returns are those of `_crossed_in_round`.
+        A round without a right answer is not checked. Returns a dictionary as `_crossed_in_round` does.
         """
         limit = self.settings.guard_right_likelihood
         start = self.right_start
@@ -203,7 +207,8 @@ class Guard:
     def _without_variance(self, numbers: Numbers) -> dict[str, str | None]:
         """Checks the share of groups without variance, if the reward is low.
 
-        While the reward is at its best, equal rewards mean that all is learned.
+        While the reward is at its best, equal rewards mean that all is learned. It is low if it is below the best by
+        more than a quarter of the rewards' standard deviation in the first rounds.
         """
         limit = self.settings.guard_variance
         variance = numbers["variance"]
@@ -214,7 +219,8 @@ class Guard:
         if None in (limit, variance, start, best, reward, spread) or start >= limit:
             return {}
         message = None
-        if variance >= limit and reward < best - spread / 4:
+        is_low = reward < best - spread / 4
+        if variance >= limit and is_low:
             message = f"{variance:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
         return {"guard_variance": message}
 
@@ -249,7 +255,8 @@ class Guard:
         return {"guard_hacking": message}
 
     def _crossed_in_validation(self, question_f1s: Sequence[float]) -> dict[str, str | None]:
-        """`_crossed_in_round` of a validation, which is compared with the best one question by question.
+        """Compares a validation with the best one, question by question; returns a dictionary as `_crossed_in_round`
+        does.
 
         The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
         errors of a difference above the mean. A drop must be larger than that and SURE standard errors more.
@@ -281,10 +288,11 @@ class Guard:
         reward = self._mean_of_recent("reward")
         if reward is None:
             return
-        if self.best_reward is None or reward > self.best_reward:
+        if self.best_reward is None or reward > self.best_reward:  # a number alone: equal ones are the same
             self.best_reward = reward
         if f1 is None:
             return
+        # Of equal ones the newest rounds: the reward is compared with theirs.
         if self.peak is None or f1 >= _mean(self.peak, "f1"):
             self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
 

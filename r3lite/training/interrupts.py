@@ -56,8 +56,8 @@ class Interrupts:
         finally:
             self.inside_step = False
 
-    def agree(self) -> bool:
-        """Decides if the run stops after this step: if one rank was interrupted, all ranks stop after the same step."""
+    def any_rank_interrupted(self) -> bool:
+        """Returns True if the run stops after this step: if one rank was interrupted, all stop after the same step."""
         if self.ranks.any(self.pending is not None):
             self.pending = self.pending or Terminated
         return self.pending is not None

@@ -83,8 +83,8 @@ class KlBudget:
         share = sum(self.rates[: self.round - 1]) / sum(self.rates)
         return self.target * share**2
 
-    def accepts(self, kl: float, error: float) -> bool:
-        """Takes in the KL on the episodes of this round, in nats per token, with its standard error over questions.
+    def judge_last_update(self, kl: float, error: float) -> bool:
+        """Judges the last update by the KL on this round's episodes, in nats per token, with its standard error.
 
         Sets the rate of the round's update. Returns False if the last update was taken back: then the policy that
         sampled these episodes is gone, and nothing is to be learned from them.

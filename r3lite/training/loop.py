@@ -37,7 +37,7 @@ class Trainer(Protocol):
         """
 
     def rehearse(self) -> None:
-        """Runs the largest forward and backward pass of the run; if memory runs out, its figures are made smaller."""
+        """Runs the largest forward and backward pass of the run; reduces its planned sizes if memory runs out."""
 
     def explain_overflow(self) -> str:
         """Says which layer's activations overflowed first in the last micro-batch."""
@@ -57,7 +57,7 @@ def train(
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.begin(state)  # steps that the checkpoint has, from which the run goes on
+    done = run.restore_or_start(state)  # loads the checkpoint, if there is one; the steps that it has
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
@@ -84,8 +84,8 @@ def train(
             if first_record is not None:
                 log.write(first_record)
                 log.sync()
-                run.write(state, 0)
-                oversight.saved(0)
+                run.write(state, 0)  # not `save`, which takes the state before step 1 for saved
+                oversight.end_step(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
                 interrupts.raise_if_interrupted()
@@ -101,12 +101,12 @@ def train(
                         failure = error
                     further_metrics, must_save = oversight.after(number, record, failure)
                     log.write(record | further_metrics)
-                    interrupted = interrupts.agree()
+                    interrupted = interrupts.any_rank_interrupted()
                     is_due = schedule.save_every > 0 and number % schedule.save_every == 0
                     if interrupted or must_save or is_due or number == last:
                         with spans.span("checkpoint"):
                             save(number)
-                oversight.saved(number)
+                oversight.end_step(number)  # may end the run by raising Collapse
             interrupts.raise_if_interrupted()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
@@ -117,7 +117,8 @@ def train(
     if last < trainer.total:
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
-    run.save(state, trainer.total)  # unless it is there: a finished run may be resumed into another folder
+    # Writes nothing if the last step has just been saved; a finished run may be resumed into another folder.
+    run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True
 
@@ -181,7 +182,8 @@ def _take_step(
         if not state.precision.changed_weights:
             state.rewind(snapshot)
             save(number - 1)
-        if isinstance(error, NonFiniteGradients) and run.ranks.first:  # another rank may have run no row
+        # Only the first rank explains: another one may have run no row, and has then no micro-batch to look at.
+        if isinstance(error, NonFiniteGradients) and run.ranks.first:
             raise NonFiniteGradients(
                 f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy, code=error.code
             ) from error

@@ -46,7 +46,7 @@ class NoOversight:
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
         return {}, False
 
-    def saved(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         pass
 
 
@@ -91,7 +91,7 @@ class Oversight:
         return self.guard.rate_scale
 
     def begin(self, done: int) -> dict | None:
-        """Called after `run.begin`, with the steps taken; returns the record of a validation before the first step.
+        """Called after `run.restore_or_start`, with the steps taken; returns the record of a validation before step 1.
 
         With it, a checkpoint must be written: of a run that gets worse in its first step it is the best one. None:
         there is no such validation.
@@ -104,7 +104,7 @@ class Oversight:
             return None
         metrics, each = self._validate(0)
         if each is not None:
-            self.guard.validated(0, each)
+            self.guard.take_validation(0, each)
         return {"step": 0, **metrics}
 
     @property
@@ -141,8 +141,8 @@ class Oversight:
             must_save = must_save or restored
         return metrics, must_save
 
-    def saved(self, step: int) -> None:
-        """Called when the step's record and checkpoint are written; raises Collapse if the run must end."""
+    def end_step(self, step: int) -> None:
+        """Called after each step, when its checkpoint, if due, is written; raises Collapse if the run must end."""
         if self.best == step:
             self.run.keep(step)
         if self.collapse is not None:
@@ -183,7 +183,7 @@ class Oversight:
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
         if self.best != step:  # whose checkpoint is yet to be written
             folder = self.run.output / f"checkpoint-{self.best}"
-            self.state.go_back(self.run.ranks.shared(lambda: checkpoint.read(folder)))
+            self.state.go_back(self.run.ranks.from_first(lambda: checkpoint.read(folder)))
         if guard.rollbacks == guard.settings.guard_rollbacks:
             guard.forget()
             cause = f"the run collapsed again after {guard.rollbacks} rollbacks"

@@ -78,7 +78,7 @@ class RunFolder:
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
         self.notes: dict[str, Any] = {}  # further JSON files by name, which are written when the run begins
         self._lock = contextlib.ExitStack()
-        origin = ranks.shared(lambda: self._open(default))
+        origin = ranks.from_first(lambda: self._open(default))
         self.output = origin.output
         self.elsewhere = origin.elsewhere
         self.source = origin.source
@@ -151,7 +151,7 @@ class RunFolder:
             config_file = f'"{config_file}"'
         return f"{start} r3lite.{self.command} --config {config_file} --resume auto"
 
-    def begin(self, state: TrainState) -> int:
+    def restore_or_start(self, state: TrainState) -> int:
         """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
         self.base = folder_fingerprint(resolve_folder(self.config.model.model))
         if self.ranks.size > 1:
@@ -215,7 +215,7 @@ class RunFolder:
 
     def keep(self, step: int) -> bool:
         """Keeps the checkpoint of a step from now on, if it is here or where the run came from; returns if it is."""
-        exists = self.ranks.shared(lambda: self._fetch(step))
+        exists = self.ranks.from_first(lambda: self._fetch(step))
         self.best = step if exists else None
         return exists
 

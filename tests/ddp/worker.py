@@ -63,11 +63,11 @@ def rehearsed(patch: Patch) -> None:
 @contextlib.contextmanager
 def undivided(ranks: Group) -> Iterator[None]:
     """What is worked on meanwhile is the rank's own."""
-    ranks.share = lambda lengths: list(range(len(lengths)))
+    ranks.rows_of_rank = lambda lengths: list(range(len(lengths)))
     try:
         yield
     finally:
-        del ranks.share
+        del ranks.rows_of_rank
 
 
 def mean_of_local_means(patch: Patch) -> None:
@@ -75,7 +75,7 @@ def mean_of_local_means(patch: Patch) -> None:
     add_gradients = SFTTrainer.add_gradients
 
     def local(self, rows):
-        mine = [rows[i] for i in self.ranks.share([len(row.tokens) for row in rows])]
+        mine = [rows[i] for i in self.ranks.rows_of_rank([len(row.tokens) for row in rows])]
         with undivided(self.ranks):
             found = add_gradients(self, mine)
         for parameter in optim.parameters(self.state.optimizer).values():
@@ -90,7 +90,7 @@ def count_of_local_tokens(patch: Patch) -> None:
     add_gradients = Learner.add_gradients
 
     def local(self, batch):
-        mine = batch.select(self.ranks.share([len(row) for row in batch.token_rows()]))
+        mine = batch.select(self.ranks.rows_of_rank([len(row) for row in batch.token_rows()]))
         with undivided(self.ranks):
             return add_gradients(self, mine)
 
@@ -127,7 +127,7 @@ def whitened_on_each_rank(patch: Patch) -> None:
         return torch.where(mine[:, None], whiten(x, mask & mine[:, None]), whiten(x, mask & ~mine[:, None]))
 
     patch.setattr("r3lite.rl.algorithms.ppo.whiten", local)
-    patch.setattr(Learner, "micro_batches", lambda self, batch: [self.ranks.share([1] * len(batch))])
+    patch.setattr(Learner, "micro_batches", lambda self, batch: [self.ranks.rows_of_rank([1] * len(batch))])
 
 
 def last_rank_runs_out_of_memory(patch: Patch) -> None:

@@ -34,7 +34,8 @@ def test_rows_are_divided_the_same_way_each_time_and_none_is_lost():
 
 
 def test_one_process_divides_nothing_and_imports_no_torch_distributed():
-    assert ALONE.share([3, 9, 1]) == [0, 1, 2] and ALONE.gather("x") == ["x"] and ALONE.shared(lambda: 1) == 1
+    assert ALONE.rows_of_rank([3, 9, 1]) == [0, 1, 2]
+    assert ALONE.gather("x") == ["x"] and ALONE.from_first(lambda: 1) == 1
     script = (
         "import sys\n"
         "from r3lite.core.processes import world\n"

@@ -110,7 +110,7 @@ class ScriptedBudget:
         self.kls: list[float] = []
         self.metrics = {"kl_budget/scale": 0.5}
 
-    def accepts(self, kl: float, error: float) -> bool:
+    def judge_last_update(self, kl: float, error: float) -> bool:
         self.kls.append(kl)
         return self.answer
 

@@ -64,19 +64,19 @@ class Counted:
     def __init__(self, monkeypatch):
         self.passes = 0
         self.verified = 0
-        verify = Decoder.verify
+        run_drafts = Decoder.run_drafts
         call = Decoder.__call__
 
-        def counted_verify(decoder, additions):
+        def counted_run_drafts(decoder, additions):
             self.verified += 1
             self.passes += 1
-            return verify(decoder, additions)
+            return run_drafts(decoder, additions)
 
         def counted_call(decoder, tokens):
             self.passes += 1
             return call(decoder, tokens)
 
-        monkeypatch.setattr(Decoder, "verify", counted_verify)
+        monkeypatch.setattr(Decoder, "run_drafts", counted_run_drafts)
         monkeypatch.setattr(Decoder, "__call__", counted_call)
 
     def of(self, work):
@@ -186,7 +186,7 @@ def test_drafts_that_are_not_verified_change_the_tokens(engine_of, monkeypatch):
     """The comparison of the other tests sees it."""
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=40), Sampler(0.5))
     expected = plain.run(questions(1), ["a"], nothing)
-    monkeypatch.setattr(engine, "verify", accept_all)
+    monkeypatch.setattr(engine, "accept_drafts", accept_all)
     with pytest.raises(AssertionError):
         assert_same(with_drafts(plain).run(questions(1), ["a"], nothing), expected)
 

@@ -135,7 +135,7 @@ def test_reward_up_and_f1_down_is_reward_hacking():
 
 def validated(*f1s: list[float], settings: GuardSettings = USUAL) -> dict[int, str]:
     guard, found = Guard(settings, 64), {}
-    guard.validated(0, RIGHT)
+    guard.take_validation(0, RIGHT)
     for step, each in enumerate(f1s, 1):
         if alarm := guard.check(step, HEALTHY, each):
             found[step] = alarm.limit
@@ -236,7 +236,7 @@ def test_the_noise_of_64_episodes_raises_no_alarm(seed):
     def share(p: float) -> float:
         return statistics.fmean(generator.random() < p for _ in range(64))
 
-    guard.validated(0, [float(generator.random() < 0.5) for _ in range(64)])
+    guard.take_validation(0, [float(generator.random() < 0.5) for _ in range(64)])
     for step in range(1, 201):
         noisy = {"malformed_ratio": share(0.1), "queries/repeated_ratio": share(0.1), "rewards/f1/mean": share(0.4)}
         noisy |= {"searches": generator.gauss(2, 0.3), "completions/mean_length": generator.gauss(150, 25)}
@@ -285,7 +285,7 @@ def test_rewards_of_other_weights_are_not_compared():
         each = {}
         for step, changes in enumerate([{}] * 5 + [learned] * 6, 1):
             if step == 6 and forgets:
-                guard.validated(5, RIGHT)
+                guard.take_validation(5, RIGHT)
                 guard.forget_rewards()
                 assert guard.best.reward is guard.best_reward is guard.peak is None
             alarm = guard.check(step, HEALTHY | changes)

@@ -30,7 +30,7 @@ class Run:
         self.round += 1
         optim.set_rate(self.optimizer, self.rates[self.round - 1])
         self.budget.begin(self.round, rollbacks)
-        if not self.budget.accepts(kl, error):
+        if not self.budget.judge_last_update(kl, error):
             return False
         generator = torch.Generator().manual_seed(self.round)
         weights = optim.parameters(self.optimizer).values()

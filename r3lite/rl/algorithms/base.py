@@ -66,7 +66,8 @@ class Algorithm:
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
     compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    own_settings: ClassVar[frozenset[str]] = frozenset()  # settings that only some algorithms, this one too, read
+    # Settings that this algorithm reads and not all others do.
+    own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         """Raises UsageError if the settings contradict each other or the algorithm."""
@@ -203,4 +204,5 @@ class Algorithm:
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Returns metrics of the whole round, from its batch with advantages."""
+        # TRL's name for the share of the groups whose signals are all equal.
         return {"frac_reward_zero_std": share_without_variance(batch.signals, batch.groups)}

@@ -105,9 +105,10 @@ def test_off_policy_tokens_have_a_gradient(gradients, batch, name):
 
 def test_old_log_probabilities_of_off_policy_episodes_stay(batch):
     rescored = batch.logprobs - 1
-    assert torch.equal(batch.with_trainer_logprobs(rescored).old, rescored)
+    assert torch.equal(batch.with_trainer_logprobs(rescored).trainer_logprobs, rescored)
     mixed = replace(batch, off_policy=torch.tensor([False, True, False, True])).with_trainer_logprobs(rescored)
-    assert torch.equal(mixed.old[1], batch.logprobs[1]) and torch.equal(mixed.old[0], rescored[0])
+    assert torch.equal(mixed.trainer_logprobs[1], batch.logprobs[1])
+    assert torch.equal(mixed.trainer_logprobs[0], rescored[0])
 
 
 def test_off_policy_episodes_add_no_steps():
