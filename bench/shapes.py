@@ -35,7 +35,8 @@ def write_folder(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> 
 def write_tokenizer(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> None:
     """Makes a folder with all of a model but its weights."""
     where.mkdir(parents=True)
-    config = dict(vars(shape), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
+    sizes = {name: value for name, value in vars(shape).items() if isinstance(value, int | float)}
+    config = dict(sizes, model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
     (where / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}), encoding="utf-8")
     tiny = resolve_folder("tiny")
     shutil.copy(tiny / "tokenizer_config.json", where)

@@ -164,7 +164,7 @@ def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, cap
     """As of an adapter: its prompts had no worked example, which a model that is no run's opens with."""
     prompts = [word for i, word in enumerate(toy) if "prompt" in toy[i - i % 2]]
     short = ["--max-new-tokens", "4", "--retriever", "none", "--question", "Who?", *prompts, "--device", "cpu"]
-    other, untrained = "was trained on --worked-example False (here True)", "is not trained on the step format"
+    other, untrained = "was trained on --worked-example False (here True)", "was not trained on the step format"
     for asked, wrong in ((["--worked-example"], True), ([], False)):
         capsys.readouterr()
         assert ask.main(["--model", str(model), *short, *asked]) == 0

@@ -131,8 +131,8 @@ def test_each_source_has_its_format_and_prompts_are_of_the_one_that_format_names
     given = {"a": {}, "b": {"format": "tags"}, "c": {"type": "chat"}, "d": {"type": "qa", "format": "solution"}}
     found = protocols_of(settings, sources(**{name: ([], keys) for name, keys in given.items()}))
     assert found["a"] is found[""] and found["a"].opening("x") == "Mine: x"
-    assert found["b"].searches and "<search>" in found["b"].opening("x") and "Mine" not in found["b"].opening("x")
-    assert found["c"] == Chat("Be brief.") and not found["d"].searches and found["d"].system == "Be brief."
+    assert found["b"].can_search and "<search>" in found["b"].opening("x") and "Mine" not in found["b"].opening("x")
+    assert found["c"] == Chat("Be brief.") and not found["d"].can_search and found["d"].system == "Be brief."
 
 
 def test_rows_of_sft_are_of_the_type_of_their_source(sources):

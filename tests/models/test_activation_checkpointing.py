@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3lite.core.grant import Grant, Memory
-from r3lite.models import activation_checkpointing, causal_lm
+from r3lite.models import activation_checkpointing
 from r3lite.models.functions import swiglu
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
@@ -155,7 +155,8 @@ def test_a_tiled_mlp_gives_the_same_without_gradients(adapted, monkeypatch):
     with torch.no_grad(), use_adapter(model, "policy"):
         whole = model(IDS)
         activation_checkpointing.enable(model, Grant(Memory(mlp_tile=7)))
-        monkeypatch.setattr(causal_lm, "swiglu", lambda x: widths.append(len(x)) or swiglu(x))
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer.mlp, "activation", lambda x: widths.append(len(x)) or swiglu(x))
         tiled = model(IDS)
     assert torch.allclose(whole, tiled, atol=1e-5) and widths == ([7] * 8 + [4]) * len(model.model.layers)
 
@@ -163,7 +164,8 @@ def test_a_tiled_mlp_gives_the_same_without_gradients(adapted, monkeypatch):
 def test_the_second_run_has_the_autocast_of_the_first(adapted, monkeypatch):
     """`backward` stands outside the autocast; the layers were then run again in fp32."""
     model, seen = adapted(True), []
-    monkeypatch.setattr(causal_lm, "swiglu", lambda x: seen.append(x.dtype) or swiglu(x))
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.mlp, "activation", lambda x: seen.append(x.dtype) or swiglu(x))
     with torch.autocast("cpu", torch.bfloat16), use_adapter(model, "policy"):
         loss = model(IDS).float().square().mean()
     loss.backward()
