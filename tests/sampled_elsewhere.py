@@ -45,7 +45,8 @@ def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     return sampler, learner, state
 
 
-def equal(one, other, within: float = 1e-5) -> None:
+def equal(one, other, within: float = 1e-4) -> None:
+    """The same tokens; log-probabilities differ by the rounding of passes over other episodes and drafts."""
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert (a.question.id, a.tokens, a.action_mask) == (b.question.id, b.tokens, b.action_mask)
