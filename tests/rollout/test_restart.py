@@ -99,7 +99,7 @@ def test_searches_before_the_restart_count(scripted):
     engine.script = {"0": [ask(1, "-"), ask(2, "second"), ask(3, "one too many"), " 42"]}
     for steps in (1, 2):
         (end,) = engine.continue_from([(first, steps)], ["b"], retrieve)
-        assert (end.finish, end.episode().prediction, end.episode().searches) == (ANSWERED, "42", 2)
+        assert (end.finish, end.episode().prediction, end.episode().search_count) == (ANSWERED, "42", 2)
         assert end.steps[2].faults == ("answer_was_forced",)
 
 
@@ -159,7 +159,7 @@ def test_the_last_turn_again_has_the_only_action_tokens(engine, firsts):
     assert len(end.logprobs) == len(end.values) == len(end.tokens) - start
     assert end.steps[:2] == first.steps[:2]
     assert end.step_ends[:2] == first.step_ends[:2]
-    assert (end.finish, end.episode().prediction, end.episode().searches) == (ANSWERED, "Paris", 2)
+    assert (end.finish, end.episode().prediction, end.episode().search_count) == (ANSWERED, "Paris", 2)
     assert first.episode().prediction == "London"  # the one that was there is left alone
 
 
