@@ -16,7 +16,8 @@ from r3lite.settings import PpoConfig, RolloutWorkerConfig
 from r3lite.training import optim
 from tests.cold_start import arguments
 
-SHORT = ["--dtype", "fp32", "--max-new-tokens", "48", "--max-hops", "2"]
+# Without drafts: which passes have them depends on the episodes that are sampled together, and they round differently.
+SHORT = ["--dtype", "fp32", "--max-new-tokens", "48", "--max-hops", "2", "--draft-tokens", "0"]
 
 
 def worker_flags(cold: Path, *more: str) -> list[str]:
@@ -45,8 +46,7 @@ def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     return sampler, learner, state
 
 
-def equal(one, other, within: float = 1e-4) -> None:
-    """The same tokens; log-probabilities differ by the rounding of passes over other episodes and drafts."""
+def equal(one, other, within: float = 1e-5) -> None:
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert (a.question.id, a.tokens, a.action_mask) == (b.question.id, b.tokens, b.action_mask)

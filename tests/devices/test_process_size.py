@@ -41,4 +41,4 @@ def test_rows_of_ever_new_lengths_do_not_make_the_process_grow(wide_model, tmp_p
     assert len(sizes) == 30
     # After ten steps a row of nearly the greatest length was met. In fp32 some 13 % come from holes among tensors;
     # what would be kept for each length, 0.6 MiB of each of 42 products, is as much as the whole process once more.
-    assert sizes[-1] <= 1.25 * sizes[9]
+    assert sizes[-1] <= 1.15 * sizes[9]
