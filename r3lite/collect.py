@@ -95,7 +95,7 @@ def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3Li
 
 
 def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
-    """Returns what to do after a run that kept nothing, with whole commands where there are such."""
+    """Returns the remedy for a run that kept nothing: advice, and the commands to run next if there are some."""
     from r3lite.training.earlier_run import result_of_run
 
     shared = flags_by_user(config, ("preset", "model", "format", "retriever", "corpus", "index", "encoder", "top_k"))

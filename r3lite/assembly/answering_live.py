@@ -78,10 +78,10 @@ def _name_of(folder: Path) -> str:
 def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str]:
     """Returns the names of the adapters that answer in steps: r3lite has trained all of them, but perhaps not the
     base."""
-    bare = replace(config, model=replace(config.model, adapter=None))
-    base_in_steps = answers_in_steps(bare)
     if config.answers.steps == "off":
         return set()
+    bare = replace(config, model=replace(config.model, adapter=None))
+    base_in_steps = answers_in_steps(bare)
     return {name for name in adapters if name != BASE or base_in_steps}
 
 
@@ -159,11 +159,9 @@ def examples_of(config: ServeConfig, folders: Collection[str | None]) -> list[st
     return []
 
 
-def name_of_documents(config: ServeConfig) -> str | None:
-    """Returns the name of what is searched, without the folders that lead to it; None if nothing is."""
+def name_of_documents(config: ServeConfig) -> str:
+    """Returns the name of what is searched, without the folders that lead to it."""
     settings = config.retrieval
-    if settings.retriever == "none":
-        return None
     if not settings.has_passages:
         return settings.retriever
     return Path(settings.index or settings.corpus or "").name
@@ -320,14 +318,12 @@ class LiveAnswers:
 
     def _layout(self, ask: Ask) -> str:
         """Returns the name of the layout in which an ask is answered."""
-        answers_in_steps = ask.adapter in self.in_steps
-        if ask.mode == "search" and not answers_in_steps:
+        has_learned_steps = ask.adapter in self.in_steps
+        if ask.mode == "search" and not has_learned_steps:
             return RAG
-        if ask.mode == "chat":
-            style = self.config.modes.chat_style
-            is_plain = style == "plain" or (style == "auto" and not answers_in_steps)
-        else:
-            is_plain = not answers_in_steps
+        is_plain = not has_learned_steps
+        if ask.mode == "chat" and self.config.modes.chat_style != "auto":
+            is_plain = self.config.modes.chat_style == "plain"
         return PLAIN if is_plain else ask.mode
 
     def _sampler(self, ask: Ask) -> Sampler:

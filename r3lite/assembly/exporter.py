@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from r3lite.assembly.policy import check_base, warn_of_other_format
 from r3lite.core.files import PART, move, shipped, write_text
-from r3lite.core.inherited import settings_of
+from r3lite.core.inherited import in_common, settings_of
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import chats
@@ -152,13 +152,6 @@ def load_adapters(model: CausalLM, folders: Sequence[str]) -> None:
         for name in names:
             lora.remove_adapter(model, name)
     lora.set_adapter(model, TRAINED)
-
-
-def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the settings that all runs have alike."""
-    if not runs:
-        return {}
-    return {name: value for name, value in runs[0].items() if all(run.get(name) == value for run in runs)}
 
 
 @torch.no_grad()

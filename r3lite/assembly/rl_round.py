@@ -22,7 +22,7 @@ from r3lite.rewards.registry import changing_reward_weights, settings_of_round
 from r3lite.rewards.reward import EpisodeReward, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
-from r3lite.rl.refill import Signals, groups_with_variance, has_variance
+from r3lite.rl.refill import Signals, groups_with_variance
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 
@@ -423,5 +423,4 @@ def choose_expansions(this_round: Round) -> list[Expansion]:
 
 def _share_without_variance(signals: Signals) -> float:
     """Returns the share of the groups whose signals are all equal."""
-    count = sum(not has_variance(group_signals) for group_signals in signals)
-    return count / len(signals)
+    return (len(signals) - len(groups_with_variance(signals))) / len(signals)

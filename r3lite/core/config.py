@@ -74,17 +74,12 @@ def never(text: str) -> bool:
 
 @dataclass(frozen=True)
 class InputPath:
-    """The setting names files or folders that are read, each called `noun` in an error.
+    """The setting names files or folders that are read. A dry run tells which of them are missing."""
 
-    `named` tells of a value that it is something else, such as a data set of the hub. Of NAME=PATH the path counts if
-    `has_names`. With a `remedy`, which says what to pass, a missing one is an error before the work begins; else a dry
-    run tells it, and otherwise the work.
-    """
-
-    noun: str = "file"
-    remedy: str = ""
-    named: Callable[[str], bool] = never
-    has_names: bool = False
+    noun: str = "file"  # what one is called in an error
+    remedy: str = ""  # what to pass instead; with it, a missing one is an error before the work begins
+    named: Callable[[str], bool] = never  # whether a value is no path, but the name of something such as a data set
+    has_names: bool = False  # values are NAME=PATH
 
 
 @dataclass(frozen=True)

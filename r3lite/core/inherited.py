@@ -5,7 +5,7 @@ Which settings these are stands at each of them (Trait.OF_INDEX, Trait.OF_RUN). 
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ def settings_of(adapter: str | Path) -> dict[str, Any]:
             if isinstance(table, dict):
                 return table
     return {}
+
+
+def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the settings that all runs have alike."""
+    if not runs:
+        return {}
+    return {name: value for name, value in runs[0].items() if all(run.get(name) == value for run in runs)}
 
 
 def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, InheritedSetting]:
@@ -104,11 +111,7 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         of_model.pop("model", None)  # that of the start
         return model, of_model
     runs = [settings_of(adapter) for adapter in adapters]
-    runs = [run for run in runs if run]
-    common = dict(runs[0]) if runs else {}
-    for run in runs[1:]:
-        common = {name: value for name, value in common.items() if run.get(name) == value}
-    return ", ".join(adapters), common
+    return ", ".join(adapters), in_common([run for run in runs if run])
 
 
 def told(config: Any) -> Iterator[str]:

@@ -12,12 +12,10 @@ class TokenRecord:
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    logprobs: list[float] = field(
-        default_factory=list
-    )  # [N] of the actions, as sampled; empty if they were not sampled
-    values: list[float] = field(
-        default_factory=list
-    )  # [N] of the states before the actions, 0 without a critic; empty as above
+    # [N] of the actions, as sampled; empty if they were not sampled
+    logprobs: list[float] = field(default_factory=list)
+    # [N] of the states before the actions, 0 without a critic; empty if the actions were not sampled
+    values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":
         """Returns a record of the first `length` tokens."""

@@ -59,8 +59,7 @@ INSTRUCT = {
     for name, (tokens, switches, longest, sizes) in _FAMILIES.items()
     for size, shape in sizes.items()
 }
-KNOWN = INSTRUCT | {
-    name.removesuffix("-Instruct").removesuffix("-it"): sizes for name, sizes in INSTRUCT.items()
-}  # a base has its sizes
+# A base model has the sizes of its instruct model.
+KNOWN = INSTRUCT | {name.removesuffix("-Instruct").removesuffix("-it"): sizes for name, sizes in INSTRUCT.items()}
 _QWEN25 = [(name, sizes) for name, (sizes, _) in KNOWN.items() if name.startswith("Qwen/Qwen2.5")]
 QWEN25 = dict(sorted(_QWEN25, key=lambda item: -item[1].hidden_size))  # the largest first

@@ -70,7 +70,8 @@ def read_config(folder: str | Path) -> ModelConfig:
 
     Raises R3LiteError naming what is unsupported.
     """
-    record = config_record(folder)
+    file_record = _file_record(folder)
+    record = _text_part(file_record)
     model_type = record.text("model_type")
     if model_type not in FAMILIES:
         raise R3LiteError(
@@ -112,7 +113,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     if config.head_dim % 2:  # rotary positions turn pairs of numbers
         raise record.error(f"head_dim is {config.head_dim}; it must be even")
-    config = replace(config, is_text_part=is_whole(_file_record(folder).values))
+    config = replace(config, is_text_part=is_whole(file_record.values))
     return family.complete(record, config) if family.complete else config
 
 
@@ -136,7 +137,10 @@ def _scaling(rope: Record) -> RopeScaling:
 
 def config_record(folder: str | Path) -> Record:
     """Reads a folder's `config.json`, as that of its text part if the model also sees images."""
-    record = _file_record(folder)
+    return _text_part(_file_record(folder))
+
+
+def _text_part(record: Record) -> Record:
     return Record(text_values(record.values), record.source)
 
 

@@ -100,9 +100,7 @@ class Decode:
             if window is not None:
                 # A row that pads a graph writes to the last slot. It must see a key: a softmax of none is no number.
                 positions = positions.clamp(max=self.used - 1)
-            aligned = self.used + -self.used % ALIGNMENT
-            is_masked = masked_keys(positions, self.cache.counting[:aligned], window)
-            mask = torch.where(is_masked, self.cache.masked_score, self.cache.visible_score)
+            mask = self.cache.mask(positions, self.used, window)
             self.masks[window] = mask[..., : self.used]
         return self.masks[window]
 
@@ -176,6 +174,20 @@ class KVCache:
         self.lengths[:rows] = [position + 1 for position in positions]
         positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
         return Decode(self, positions_on_device[:, None], used)
+
+    def mask(
+        self,
+        positions: Tensor,
+        used: int,
+        window: int | None,
+    ) -> Tensor:
+        """Returns what is added to the scores [B, 1, T, S] of queries at positions [B, 1, T] and the first S keys.
+
+        S is `used`, made larger so that the rows are aligned, see ALIGNMENT. `window` is explained at masked_keys.
+        """
+        aligned = used + -used % ALIGNMENT
+        is_masked = masked_keys(positions, self.counting[:aligned], window)
+        return torch.where(is_masked, self.masked_score, self.visible_score)
 
     def truncate(self, row: int, length: int) -> None:
         """Makes a row end after its first `length` tokens, as if those behind them had never been run.

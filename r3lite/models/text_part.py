@@ -12,12 +12,8 @@ from torch import Tensor
 
 # model_type of the whole: that of the text part, and the class of transformers.
 TEXT_TYPES = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-SHARED_KEYS = (
-    "quantization_config",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-)  # of the whole and of its text part
+# Keys of the whole that hold for its text part, too.
+SHARED_KEYS = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 # Names in a folder, by transformers 4 or 5, up to where those of the text model go on.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -28,10 +24,9 @@ NO_ADAPTER = r".*(vision_tower|multi_modal_projector).*"  # some of whose layers
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a `config.json`; of one of TEXT_TYPES those of its text part, as a config of its own."""
-    model_type = values.get("model_type")
     if not is_whole(values):
         return values
-    text_type, architecture = TEXT_TYPES[model_type]
+    text_type, architecture = TEXT_TYPES[values["model_type"]]
     shared = {key: values[key] for key in SHARED_KEYS if values.get(key) is not None}
     return shared | values["text_config"] | {"model_type": text_type, "architectures": [architecture]}
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import ALIGNMENT, masked_keys
 from r3lite.models.kv_cache import KVCache
 
 
@@ -88,15 +87,12 @@ class Verification:
         if window is not None and window >= self.used:
             window = None
         if (query_heads, window) not in self.masks:
-            cache = self.cache
             positions = self.positions[0]  # [N]
             if self.padded is None:
                 positions = positions.view(self.row_count, -1)  # [B, T]
             else:
                 positions = positions[self.padded]
-            aligned = self.used + -self.used % ALIGNMENT
-            is_masked = masked_keys(positions[:, None], cache.counting[:aligned], window)  # [B, 1, T, S]
-            mask = torch.where(is_masked, cache.masked_score, cache.visible_score)
+            mask = self.cache.mask(positions[:, None], self.used, window)  # [B, 1, T, S]
             mask = mask.repeat(1, 1, query_heads, 1)
             self.masks[query_heads, window] = mask[..., : self.used]
         return self.masks[query_heads, window]

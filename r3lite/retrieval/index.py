@@ -32,6 +32,7 @@ from r3lite.core.bars import TimedLines
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
+from r3lite.core.inherited import MANIFEST
 from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
 from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint, write_passages
@@ -41,7 +42,6 @@ from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add_vectors, block
 
 VERSION = 1
 VECTORS = "index.faiss"
-MANIFEST = "manifest.json"
 PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
 INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}

@@ -59,7 +59,7 @@ class Scheduler:
             self._swap(row, self.active)
             self.active += 1
 
-    def _common_prefix(self, sequence: Sequence) -> "CommonPrefix":
+    def _common_prefix(self, sequence: Sequence) -> CommonPrefix:
         """Returns the longest prefix that a sequence shares with a row.
 
         Of equal ones it is that of the last row, so that the order in which rows are compared does not matter.

@@ -5,6 +5,7 @@ A condition takes all settings of a command. One that the command lacks is None.
 
 from collections.abc import Callable
 
+from r3lite.core.inherited import VECTOR_RETRIEVERS
 from r3lite.core.needs import CommandSettings
 from r3lite.settings.addresses import SERVICES, collection_server
 
@@ -86,7 +87,7 @@ def encodes(s: CommandSettings) -> bool:
     if s.command == "index" or describes_procedures(s):
         return True
     retriever = s.retriever or ""
-    uses_vectors = retriever in ("semantic", "hybrid", *SERVICES) or collection_server(retriever) or s.source_index
+    uses_vectors = retriever in (*VECTOR_RETRIEVERS, *SERVICES) or collection_server(retriever) or s.source_index
     return bool(uses_vectors) and has_search(s)
 
 
