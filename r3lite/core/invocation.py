@@ -318,12 +318,12 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
     inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
     usual = by_preset
-    places = {}
-    for name, setting in inherited.items():
-        with_setting = with_values(usual, {name: setting.value}, where=f"{setting.place}: ")
-        if with_setting != usual:
-            places[name] = setting.place
-        usual = with_setting
+    for place in dict.fromkeys(setting.place for setting in inherited.values()):
+        of_place = {name: setting.value for name, setting in inherited.items() if setting.place == place}
+        usual = with_values(usual, of_place, where=f"{place}: ")
+    preset_values = flat(by_preset)
+    values = flat(usual)
+    places = {name: setting.place for name, setting in inherited.items() if values[name] != preset_values[name]}
     config = as_user_has_set(usual)
     return dataclasses.replace(config, set_by_user=_origins(usual, config, from_file, flags), inherited=places)
 
