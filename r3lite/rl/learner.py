@@ -42,7 +42,7 @@ from r3lite.settings import RLSettings
 
 
 class UpdateBudget(Protocol):
-    """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
+    """Judges the last update by the KL of the policy from the reference, and sets the next one's learning rate."""
 
     metrics: dict[str, float]  # of the current round
 
@@ -50,7 +50,7 @@ class UpdateBudget(Protocol):
         """Called before round `number`, with the number of rollbacks that the collapse guard has made so far."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the last update by the KL and its standard error, and sets the rate of the next one.
+        """Judges the last update by the KL and its standard error, and sets the learning rate of the next one.
 
         Returns False if the last update was taken back: then the round must not be learned from.
         """
@@ -226,7 +226,7 @@ class Learner:
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Accumulates the gradients of a mini-batch's loss over its micro-batches.
 
-        Returns the metrics' sums over this rank's action tokens, and the log-ratios [2, N] of its N on-policy ones.
+        Returns the metrics' sums over this rank's action tokens, and the log-ratios [2, N] of its N on-policy tokens.
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))  # before rows are divided among micro-batches
         sums: list[Sums] = []
@@ -313,7 +313,7 @@ class Learner:
         return (per_token * chunk.weights).sum(), measured
 
     def guided_loss(self, batch: Batch) -> MeasuredLoss:
-        """Returns the loss of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
+        """Returns the loss of a micro-batch whose rows all have a teacher's distributions. Measures no log-ratios."""
         self._last_micro_batch = batch
         weights = batch.weights[batch.action_mask]  # [N]
         teacher_logprobs = torch.cat([top_tokens.logprobs for top_tokens in batch.teacher])  # [N, k]
@@ -339,7 +339,7 @@ class Learner:
         return MeasuredLoss(loss, [*sums, totals], log_ratios=loss.new_empty(2, 0))
 
     def explain_overflow(self) -> str:
-        """Runs the last micro-batch again and says which layer overflowed first, or that none did."""
+        """Runs the last micro-batch again; returns a text that says which layer overflowed first, or that none did."""
         with self.precision.autocast():
             return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last_micro_batch))
 
