@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, layer_bytes, linears, sizes
+from r3lite.memory.planner import as_teacher, kinds, layers_bytes, linears, sizes
 from r3lite.memory.work import Workload
 
 REACHED = 0.5  # share of the speeds of large products, and of data sheets, that a network's products reach
@@ -77,14 +77,16 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     """
     m = w.model
     layers = m.num_hidden_layers
-    weights = layers * sum(out * into for out, into in linears(m).values())
-    attention = layers * 4 * m.num_attention_heads * m.head_dim * keys
+    weights = 0
+    for taps, count in kinds(m).items():
+        weights += count * sum(out * into for out, into in linears(m, taps).values())
+    attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys
     kernels = FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0)
     return Cost(
         read=passes * weights * moved_bytes(w, memory),
         products=tokens * (2 * weights + attention),
         launches=passes * (layers * kernels + OTHER_KERNELS) * LAUNCHES,
-        copied=passes * layers * layer_bytes(w, memory.nf4) if memory.stream_layers else 0,
+        copied=passes * layers_bytes(w, memory.nf4) if memory.stream_layers else 0,
     )
 
 
@@ -128,7 +130,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if w.on_cuda and not memory.stream_layers:
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
-    numbers = 2 * m.num_key_value_heads * m.head_dim * m.num_hidden_layers
+    numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]
     cache = Cost(read=rows * slots * numbers * w.element)
     return step + head(w, passes=1, tokens=rows) + cache
 
