@@ -142,7 +142,7 @@ class Desk:
         if not text.strip():
             raise Refusal(400, "empty", "The question is empty.")
         if mode == AUTO:
-            mode = route(text, self._learned_modes())
+            mode = route(text, self.worker.answering.learned_modes)
         if mode not in self.modes:
             problem = self.worker.answering.missing.get(mode) or f"Unknown mode {mode[:40]!r}"
             raise Refusal(400, "unknown_mode", f"{problem}; choose from {', '.join((*self.modes, AUTO))}.")
@@ -157,11 +157,6 @@ class Desk:
             conversation=conversation,
             retry=retry,
         )
-
-    def _learned_modes(self) -> list[str]:
-        """Returns the modes without reasoning if there is a note on it, which says that no adapter has learned it."""
-        notes = self.worker.answering.notes
-        return [mode for mode in self.modes if mode != "reasoning" or mode not in notes]
 
     async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | ServedAnswer, None]:
         """Yields `{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
