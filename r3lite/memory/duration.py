@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, layer_bytes, linears, sizes
+from r3lite.memory.planner import as_teacher, kinds, layers_bytes, linears, sizes
 from r3lite.memory.work import Workload
 
 # A network reaches this share of a device's speed, as large products measure it or a data sheet states it.
@@ -83,14 +83,16 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     """
     m = w.model
     layers = m.num_hidden_layers
-    weights = layers * sum(out * into for out, into in linears(m).values())
-    attention = layers * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
+    weights = 0
+    for taps, count in kinds(m).items():
+        weights += count * sum(out * into for out, into in linears(m, taps).values())
+    attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
     kernels = FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0)
     return Cost(
         moved=passes * weights * bytes_per_weight(w, memory),
         operations=tokens * (2 * weights + attention),
         launches=passes * (layers * kernels + OTHER_KERNELS) * LAUNCHES,
-        copied=passes * layers * layer_bytes(w, memory.nf4) if memory.stream_layers else 0,
+        copied=passes * layers_bytes(w, memory.nf4) if memory.stream_layers else 0,
     )
 
 
@@ -134,7 +136,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if w.on_cuda and not memory.stream_layers:
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
-    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * m.num_hidden_layers  # of a token: its keys and values
+    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]  # of a token: its keys and values
     cache = Cost(moved=rows * slots * cached_numbers * w.element)
     return step + head(w, passes=1, tokens=rows) + cache
 

@@ -52,10 +52,11 @@ class Scheduler:
             self.waiting.remove(sequence)
             row = len(self.rows)
             self.rows.append(sequence)
-            self.cache.lengths[row] = 0
             if prefix.cached_length >= LEAST_SHARED:
                 self.cache.copy(prefix.row, row, prefix.cached_length)
                 sequence.cached = prefix.cached_length
+            else:
+                self.cache.truncate(row, 0)
             self._swap(row, self.active)
             self.active += 1
 
@@ -71,7 +72,7 @@ class Scheduler:
             shared = _shared(sequence, neighbour)
             if neighbour.cached < shared:
                 length_after_prefill = max(length_after_prefill, shared)
-            length = min(shared, neighbour.cached)
+            length = self.cache.copyable(row, min(shared, neighbour.cached))
             # A longer prefix, or one of equal length in a later row.
             if (length, row) > (cached_length, prefix_row):
                 cached_length = length
