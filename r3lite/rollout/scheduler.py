@@ -112,7 +112,7 @@ class Scheduler:
         self.last_released = self.rows.pop()
 
     def truncate(self, row: int, length: int) -> None:
-        """Drops what a row of the cache has after its first `length` tokens, and sets `cached` of its sequence so."""
+        """Drops what a row of the cache has after its first `length` tokens, and updates its sequence's `cached`."""
         self.cache.truncate(row, length)
         self.rows[row].cached = length
 
