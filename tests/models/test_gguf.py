@@ -92,6 +92,25 @@ def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     )
 
 
+@torch.no_grad()
+def test_a_file_of_lfm2_is_written_whole_and_not_read_as_a_model(models):
+    from r3lite.exporting.gguf import fill
+
+    source, path = models("lfm2")
+    model = load_model(source, torch.float32, "cpu")
+    written = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    for tensor in checkpoint_tensors(model).values():
+        tensor.zero_()
+    header = Header(path)
+    fill(model, header)
+    for name, tensor in checkpoint_tensors(model).items():
+        assert torch.equal(tensor, written[name]) and tensor.any(), name
+    assert header.keys["lfm2.attention.head_count_kv"] == [0, 2]
+    assert header.keys["lfm2.feed_forward_length"] == model.config.intermediate_size
+    with raises(R3LiteError, "gguf-architecture", "'lfm2'"):
+        resolve_folder(str(path))
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @torch.no_grad()
 def test_a_file_says_what_it_says_in_transformers(models, kind):
