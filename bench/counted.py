@@ -105,9 +105,7 @@ def model_alone(card: SimulatedCuda, ours: Ours, batch: int) -> Counts:
 
 
 def cache_of(ours: Ours, rows: int) -> KVCache:
-    config, dtype = ours.model.config, ours.precision.dtype
-    sizes = config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim
-    return KVCache(*sizes, dtype, ours.device)
+    return KVCache.of(ours.model, rows)
 
 
 def prefill(card: SimulatedCuda, folder: str, precision: Precision, tokens: int) -> Done:

@@ -27,35 +27,36 @@ PAGE = """\
 | `granite`, `granitemoehybrid` | Granite 3; Granite 4 without experts and Mamba layers |
 | `smollm3` | SmolLM3 |
 | `gemma3_text`, `gemma3` | Gemma 3, its text part |
+| `lfm2` | LFM2, LFM2.5 (dense, text) |
 
 **Verified:** with random weights of two sizes, the logits of each family equal those of transformers within 1e-4 in
 fp32 (`pytest tests/models/test_families.py`). The only real weights tested are
 Qwen2.5-Coder-0.5B-Instruct, SmolLM2-135M-Instruct and Gemma 3 270M.
 
 Mistral without `sliding_window` in `config.json` has a window of 4,096; only `null` means none. Granite 4 has gate and
-up projections in one matrix, with one adapter.
+up projections in one matrix, with one adapter. LFM2's convolutions count as attention in `--lora-targets`: `in_proj`
+as `q_proj`, `k_proj` and `v_proj`, `out_proj` as `o_proj`.
 
 ## What fits into 4 GB
 
 Planned peak in MiB on a GPU with 4 GB: SFT with rows of 1,024 tokens, GRPO with 64 episodes of 4,096. In parentheses:
-layers recomputed in the backward pass. * means with `--stream-layers`, "offload": layer inputs are in host memory.
+layers recomputed in the backward pass, of all. * means with `--stream-layers`, "offload": layer inputs on the host.
 
 {table}
 
 ## Chat templates
 
-r3lite uses the chat template in the model folder. If it cannot build the same tokens as the template, it stops and
-shows both texts. Templates of these families, R1 and Phi-3 are tested against transformers. If a template has no system
-role, the system message is put before the first user message. Templates that insert today's date get a fixed one, which
-exports keep. Where transformers 5 does not follow `tokenizer.json` (for `qwen2` it has a splitting rule of its own),
-r3lite warns and follows the file. A template runs in a process of its own, with at most 20 seconds and 1 GiB for a chat
-(on Windows and macOS time is the only limit).
+The chat template in the model folder is used. If r3lite cannot build its tokens, it stops and shows both texts.
+Templates of these families, R1 and Phi-3 are tested against transformers. If a template has no system role, the system
+message is put before the first user message. Templates that insert today's date get a fixed one, which exports keep.
+Where transformers 5 does not follow `tokenizer.json` (for `qwen2` it splits by a rule of its own), r3lite warns and
+follows the file. A template runs in its own process, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS
+time is the only limit).
 
 **Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
 demonstrations without thoughts teaches them to leave the thought empty. Where the template removes the thoughts of
 earlier replies, SFT trains each of these replies in a row of its own, and `serve` removes them. The steps of an episode
-keep theirs, because an episode is one growing sequence, in training and in all commands; a program that renders a whole
-episode with the template removes them.
+keep theirs, because an episode is one growing sequence; a program that renders it with the template removes them.
 
 ## Quantized files
 
@@ -77,7 +78,7 @@ def cell(model: str, flags: list[str], quantize: str) -> str:
     again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
     if found.memory.stream_layers:
         return f"{found.peak / MIB:,.0f}*" + " (offload)" * found.memory.offload
-    return f"{found.peak / MIB:,.0f} ({again} of {found.workload.model.num_hidden_layers}{offloads})"
+    return f"{found.peak / MIB:,.0f} ({again}/{found.workload.model.num_hidden_layers}{offloads})"
 
 
 def page() -> str:

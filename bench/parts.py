@@ -53,7 +53,7 @@ RANGES = [
     (causal_lm.RMSNorm, ("forward",), ELEMENTWISE),
     (causal_lm, ("rotate_", "rotary_angles"), ELEMENTWISE),
     (functions, ("_gated",), ELEMENTWISE),
-    (causal_lm.Layer, ("attend", "feed_forward"), ELEMENTWISE),
+    (causal_lm.Layer, ("first_half", "second_half"), ELEMENTWISE),
     (functions._RMSNorm, ("backward",), ELEMENTWISE),
     (functions._Gated, ("backward",), ELEMENTWISE),
     (functions._Rotated, ("backward",), ELEMENTWISE),

@@ -57,4 +57,5 @@ def described_sources(config: PpoConfig) -> str:
     return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {config.rl.batch_size}"
 
 
+# Runs the command at once, and ends the process, if this file is the one that Python was started with.
 main = command.Command("ppo", PpoConfig(), work=train, plan=plan).entry(__name__)

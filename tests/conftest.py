@@ -100,7 +100,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(json.dumps(json.loads(backend.to_str())), template, "<|endoftext|>")
 
 
-NOT_IN_FILES = ("layer_kinds", "norm", "activation", "layer")  # what config_file makes of a config.json
+NOT_IN_FILES = ("layer_kinds", "norm", "activation", "layer", "trunk")  # what config_file makes of a config.json
 
 
 @pytest.fixture(scope="session")

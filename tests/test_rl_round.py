@@ -118,7 +118,7 @@ def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():
     groups = [0, 0, 1, 1]
     poor = 0 if first == "0" else 1  # the group without variance: both of its episodes
     assert made.groups == [*groups, poor, poor]
-    assert made.expanded == {4: Expansion(2 * poor, 1), 5: Expansion(2 * poor + 1, 1)}
+    assert made.expansions == {4: Expansion(2 * poor, 1), 5: Expansion(2 * poor + 1, 1)}
     assert engine.asked == [([1, 1], [f"7/expand 5/{2 * poor}", f"7/expand 5/{2 * poor + 1}"])]
     told = made.extra_metrics
     assert (told["expand/zero_std_before"], told["expand/zero_std_after"]) == (0.5, 0.0)
@@ -136,11 +136,11 @@ def test_a_teacher_is_told_what_failed_and_of_which_question():
     drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
     made = sampled(Scripted(drawn, ["yes", "no"]), algorithm="dgpo", teacher="tiny", expand_limit=2)
     assert [r.failed for r in made.rollouts()] == [s.episode().prediction == "no" for s in made.sequences]
-    assert [made.questions[r.group] for r in made.rollouts()] == [s.question.id for s in made.sequences]
+    assert [made.question_ids[r.group] for r in made.rollouts()] == [s.question.id for s in made.sequences]
     assert [r.failed for r in made.rollouts()[4:]] == [False, True]
     replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
     asked = [s.question.id for s, group in zip(replaced.sequences, replaced.groups) if group in replaced.learned_groups]
-    assert 2 in replaced.groups and [replaced.questions[r.group] for r in replaced.rollouts()] == asked
+    assert 2 in replaced.groups and [replaced.question_ids[r.group] for r in replaced.rollouts()] == asked
 
 
 def test_the_rounds_means_are_those_of_the_policy():

@@ -217,6 +217,23 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
     answering.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "learned"),
+    [
+        ([], ["chat", "search"]),
+        (["--retrieving-modes", "reasoning,search"], ["chat", "reasoning", "search"]),
+    ],
+)
+def test_auto_leaves_out_reasoning_without_documents_where_the_model_has_learned_to_search(flags, learned):
+    from r3lite.assembly.answering_live import LiveAnswers
+
+    corpus = ["--corpus", str(shipped("data", "world", "corpus.jsonl")), "--dtype", "fp32", "--max-new-tokens", "24"]
+    answering = LiveAnswers(config(*corpus, "--steps", "on", *flags), lambda pairs: [[] for _ in pairs])
+    assert answering.learned_modes == learned and list(answering.modes) == ["chat", "reasoning", "search"]
+    assert ("guesses" in answering.notes.get("reasoning", "")) == ("reasoning" not in learned)
+    answering.close()
+
+
 def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
     """A request with a temperature of 1e-38 ended everybody's answer; it is greedy."""
     from r3lite.assembly.answering_live import LiveAnswers
@@ -277,6 +294,7 @@ def test_a_base_that_has_not_learned_the_steps_searches_once_and_does_not_reason
     found = [Document("7", "Jelsan Janli", "Jelsan Janli is a film.")]
     answering = LiveAnswers(config(*corpus), lambda pairs: [found for _ in pairs])
     assert answering.modes == {"chat": "base", "search": "base"} and list(answering.missing) == ["reasoning"]
+    assert answering.learned_modes == ["chat", "search"]
     assert list(answering.notes) == ["search"] and "Plain RAG" in answering.notes["search"]
     answering.warm_up()
     events = []

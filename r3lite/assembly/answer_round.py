@@ -63,7 +63,7 @@ class AnswerSampler(RoundSampler):
         super().__post_init__()
         self.order = replace(self.order, generations=1)  # one whole episode of each question
 
-    def sample_stages(self, number: int, watch: Stopwatch) -> AnswerRound:
+    def run_stages(self, number: int, watch: Stopwatch) -> AnswerRound:
         """Samples and scores the ends of a round's contexts; `watch` times its stages."""
         rl = self.config.rl
         with watch.stage("contexts"):

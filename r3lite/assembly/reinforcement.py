@@ -47,7 +47,7 @@ class RLTrainer:
     """Takes the rounds of a run: samples episodes, scores them and learns from them."""
 
     config: PpoConfig
-    total: int  # rounds
+    total: int  # rounds of the whole run
     sampler: RoundSampler
     learner: Learner
     state: TrainState
@@ -72,7 +72,7 @@ class RLTrainer:
         if self.sampler.judge:
             record |= self.sampler.judge.counts()
         record |= watch.laps
-        first_rounds = self.guard.first_rounds(record)  # filled once: in the last of the first rounds
+        first_rounds = self.guard.first_rounds(record)  # empty but for the last of the first rounds
         if first_rounds:
             rl_setup.warn_of_no_reward(self.config, first_rounds)
         return record, sampled.token_count
@@ -84,7 +84,7 @@ class RLTrainer:
             return {}
         if self.teacher:
             with watch.stage("teacher"):
-                batch = self.teacher.batch(rollouts, sampled.questions)
+                batch = self.teacher.batch(rollouts, sampled.question_ids)
         else:
             batch = Batch.of(rollouts)
         with watch.stage("update"):
@@ -141,13 +141,13 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
         judge = build_judge(config.judge, run.output, reward=config.reward, make_client=make_client, spans=spans)
-    # All random draws have streams of their own. But checkpoints keep torch's state, which is to follow from the seed.
+    # No draw of RL uses torch's own generator. But checkpoints save its state, which must be equal in equal runs.
     torch.manual_seed(config.common.seed)
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
     traces = rl_guidance.traces_of(config)
     replay = rl_guidance.build_buffer(config)
-    parts: dict[str, Stateful] = {"guard": guard}  # of checkpoints
+    parts: dict[str, Stateful] = {"guard": guard}  # further parts of checkpoints
     if replay:
         parts["replay"] = replay
     engine, learner, state = rl_setup.build_learning(
@@ -208,7 +208,11 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
 
 
 def read_questions(config: PpoConfig) -> list[Question]:
-    """Returns the questions of a run; raises R3LiteError if its settings need others, warns if they are learned."""
+    """Returns the questions of a run.
+
+    Raises R3LiteError if the settings need questions of another kind. Warns if the adapter was trained on most of them
+    in SFT, or if `collect` rejected most of them.
+    """
     questions = read_questions_of(config.data, config.mixture)
     rl_questions.warn_of_questions(config, questions)
     if config.rl.expand_limit and not any(question.gold for question in questions):
@@ -221,7 +225,7 @@ def read_questions(config: PpoConfig) -> list[Question]:
 
 
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:
-    """Returns the setup of the retriever, for the questions whose protocols search; for all if none does."""
+    """Returns the setup of the retriever for the questions whose protocols search, or for all if none does."""
     protocols = protocols_of(config.protocol, config.mixture)
     with_searches = [question for question in questions if protocols[question.source].can_search]
     return Setup(

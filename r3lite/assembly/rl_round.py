@@ -29,25 +29,25 @@ from r3lite.settings import PpoConfig
 
 @dataclass(frozen=True)
 class Expansion:
-    """An episode that shares its first steps with another one of its round, its origin."""
+    """A new episode that begins with the first steps of an earlier one of its round, its origin."""
 
-    origin: int  # index of the other episode
-    steps: int  # number of steps that they share
+    origin: int  # index of the earlier episode
+    steps: int  # number of steps that both have
 
 
 @dataclass(frozen=True)
 class Round:
     """The episodes of a round, in lists of one length.
 
-    Expanded episodes and those of a refill stand behind the episodes that were drawn first.
+    The new episodes of expansions and refills stand behind those that were sampled first.
     """
 
     sequences: list[Sequence]
     rewards: list[EpisodeReward | None]  # None: the reward is missing
-    groups: list[int]  # the episodes of one question have the same
-    expanded: dict[int, Expansion] = field(default_factory=dict)  # by the index of the expanded episode
-    learned_groups: set[int] | None = None  # groups that are learned from; None: all
-    extra_metrics: dict[str, float] = field(default_factory=dict)  # of the stages that made the round
+    groups: list[int]  # numbers 0, 1, ... without gaps; a group has the episodes of one question
+    expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
+    learned_groups: set[int] | None = None  # the groups to learn from; None: all
+    extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
     off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not sampled here
 
     def appended(self, new: "Round") -> "Round":
@@ -77,11 +77,11 @@ class Round:
         return [by_group[group] for group in sorted(by_group)]
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns means over the episodes without the expanded ones, which were selected by their rewards."""
-        drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
-        sequences = [self.sequences[i] for i in drawn]
-        rewards = [self.rewards[i] for i in drawn]
-        groups = [self.groups[i] for i in drawn]
+        """Returns means over the episodes without the expansions, whose origins were selected by their rewards."""
+        unselected = [i for i in range(len(self.sequences)) if i not in self.expansions]
+        sequences = [self.sequences[i] for i in unselected]
+        rewards = [self.rewards[i] for i in unselected]
+        groups = [self.groups[i] for i in unselected]
         metrics = round_metrics(
             [sequence.episode() for sequence in sequences],
             rewards,
@@ -92,18 +92,18 @@ class Round:
         return metrics | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
-        """Returns the lines of episodes.jsonl."""
+        """Returns the lines that round `number` adds to episodes.jsonl."""
         episodes = [sequence.episode() for sequence in self.sequences]
         learned = None
         if self.learned_groups is not None:
             learned = [group in self.learned_groups for group in self.groups]
         records = episode_records(number, episodes, self.rewards, learned=learned)
-        for i, expansion in self.expanded.items():
+        for i, expansion in self.expansions.items():
             records[i]["expanded"] = {"from": expansion.origin, "steps": expansion.steps}
         return records
 
     @property
-    def questions(self) -> dict[int, str]:
+    def question_ids(self) -> dict[int, str]:
         """The id of the question of each group, by the group's number; all episodes of a group have one question."""
         ids = [sequence.question.id for sequence in self.sequences]
         return dict(zip(self.groups, ids, strict=True))
@@ -111,7 +111,8 @@ class Round:
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
         """Returns the episodes to learn from as numbers, the off-policy ones behind all others.
 
-        Those without a reward are left out: a missing reward is not 0. `failed_below`: see EpisodeReward.failed.
+        Episodes without a reward are left out: a missing reward is not 0. `failed_below` is that of
+        EpisodeReward.failed.
         """
         rollouts = []
         for sequence, reward, group in zip(self.sequences, self.rewards, self.groups, strict=True):
@@ -164,7 +165,7 @@ class RolloutEngine(Protocol):
     grant: Grant
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
-        """Prepares for the episodes of a round, which are sampled with the weights that the policy now has."""
+        """Prepares the engine for a round, whose episodes are sampled with the weights that the policy has then."""
 
     def run(
         self,
@@ -180,7 +181,7 @@ class RolloutEngine(Protocol):
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps)."""
+        """Samples another end for each pair (finished sequence, steps), of which the first `steps` steps are kept."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
         """Ends a round, before it is learned from; returns metrics of its sampling."""
@@ -191,17 +192,20 @@ class RolloutEngine(Protocol):
 
 @dataclass
 class RoundSampler:
-    """Samples rounds with the current weights. A round depends on them, the seed, its number and the replay buffer."""
+    """Samples rounds with the current weights.
+
+    A round depends on the weights, the seed, its number and the replay buffer.
+    """
 
     config: PpoConfig
     questions: list[Question]  # in the order of their sources, if there are several
     engine: RolloutEngine
     retrieve: Retrieve
     judge: Judge | None
-    guidance: Guidance | None = None  # of algorithms with off-policy episodes
+    guidance: Guidance | None = None  # for algorithms with off-policy episodes
     cache: QueryCache | None = None
     ranks: Ranks = ALONE
-    # Computes the critic's values of episodes that another machine sampled, without the critic; None: it is not needed.
+    # Computes the critic's values of episodes that were sampled on a machine without the critic. None: not needed.
     add_values: Callable[[list[Sequence]], None] | None = None
 
     def __post_init__(self):
@@ -217,21 +221,22 @@ class RoundSampler:
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Samples and scores round `number`, from 1; `watch` times its stages."""
         self.engine.begin_round(number, self.retrieve)
-        this_round = self.sample_stages(number, watch)
+        this_round = self.run_stages(number, watch)
         if self.add_values:
             with watch.stage("values"):
                 self.add_values(this_round.sequences)
         metrics = self.engine.end_round(number, self.retrieve)
         return this_round.with_metrics(metrics)
 
-    def sample_stages(self, number: int, watch: Stopwatch) -> Round:
-        """Takes the stages of a round one after the other, with the weights that the engine has."""
+    def run_stages(self, number: int, watch: Stopwatch) -> Round:
+        """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:
             replayed_ids = self.guidance.replayed(number)
-            questions = self.guidance.with_replayed(questions, replayed_ids)  # in place of some that were drawn
+            # Questions of the replay buffer take the place of some that were drawn.
+            questions = self.guidance.with_replayed(questions, replayed_ids)
         with watch.stage("rollout"):
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
         with watch.stage("score"):
@@ -252,7 +257,7 @@ class RoundSampler:
         return this_round
 
     def sample_episodes(self, run: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
-        """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part; see `run_on_ranks`."""
+        """Returns the sequences of `run(starts, seeds, retrieve)`; each rank samples a part, see `run_on_ranks`."""
         return run_on_ranks(
             self.engine,
             self.ranks,
@@ -263,7 +268,7 @@ class RoundSampler:
         )
 
     def score(self, number: int, sequences: list[Sequence], groups: list[int]) -> Round:
-        """Returns the episodes with their rewards by the weights of round `number`."""
+        """Returns the episodes with their rewards; the weights of the rewards may depend on the round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
         rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge))
@@ -278,25 +283,22 @@ class RoundSampler:
     ) -> Round:
         """Returns the round with the off-policy episodes of its groups.
 
-        It must be called before any other stage adds episodes or selects groups: then `rollouts()` are all episodes
-        with a reward and no others, in the order of the rewards.
+        Call it before a stage adds episodes or selects groups: `rollouts()` must have one rollout for each reward that
+        is not missing, in the same order.
         """
-        group_questions = [question.id for question in questions[:: self.config.rl.num_generations]]
+        group_question_ids = [question.id for question in questions[:: self.config.rl.num_generations]]
         rewards = [reward for reward in this_round.rewards if reward is not None]
         rewarded = zip(this_round.rollouts(), rewards, strict=True)
         off_policy, metrics = self.guidance.join(
             number,
-            group_questions,
+            group_question_ids,
             rewarded=rewarded,
             replayed=replayed_ids,
         )
         return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
     def with_expansions(self, number: int, this_round: Round) -> Round:
-        """Returns the round with another end for some episodes that failed halfway.
-
-        This is grounded expansion (arXiv 2601.21699).
-        """
+        """Returns the round with a new end for some failed episodes: grounded expansion (arXiv 2601.21699)."""
         expansions = choose_expansions(this_round)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
@@ -324,8 +326,8 @@ class RoundSampler:
             "expand/zero_std_after": _share_without_variance(appended.signals()),
         }
         first_index = len(this_round.sequences)
-        expanded = {first_index + i: expansion for i, expansion in enumerate(expansions)}
-        return replace(appended, expanded=expanded).with_metrics(metrics)
+        by_index = {first_index + i: expansion for i, expansion in enumerate(expansions)}
+        return replace(appended, expansions=by_index).with_metrics(metrics)
 
     def refilled(self, number: int, this_round: Round) -> Round:
         """Returns the round with further groups in place of those without variance, which are not learned from.
@@ -363,7 +365,7 @@ def run_on_ranks(
     seeds: list[str],
     retrieve: Retrieve,
 ) -> list[Sequence]:
-    """Returns `run(starts, seeds, retrieve)`, of which each rank samples a part and gets all.
+    """Returns the sequences of `run(starts, seeds, retrieve)`: each rank samples a part, and all get all of them.
 
     `run` is a method of the engine: `run`, `continue_from` or `end_again`.
     """
@@ -373,26 +375,26 @@ def run_on_ranks(
     stop = len(seeds) * (ranks.rank + 1) // ranks.size
     rank_starts = starts[first:stop]
     rank_seeds = seeds[first:stop]
-    # "sample" means the figures that limit sampling: if memory runs out, fewer episodes are sampled at a time.
+    # "sample" is the phase: if memory runs out in it, fewer episodes are sampled at a time.
     rank_sequences = engine.grant.run_within_memory("sample", run, rank_starts, rank_seeds, retrieve)
     return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """An episode that failed although one of its steps, a useful one, retrieved a gold paragraph that was new."""
+    """A failed episode with a useful step: one that retrieved a gold paragraph that no earlier step had retrieved."""
 
-    index: int  # of the episode in its round
+    index: int  # index of the episode in its round
     group: int
-    gold_count: int  # gold paragraphs that its steps retrieved
-    last_useful_step: int  # its number, from 1
+    gold_count: int  # number of gold paragraphs that its steps retrieved
+    last_useful_step: int  # number of its last useful step, from 1
 
 
 def choose_expansions(this_round: Round) -> list[Expansion]:
-    """Returns the episodes of a round to sample another end for, best first, each from its last useful step.
+    """Returns an expansion of each near miss of a round, best first. It keeps all steps up to the last useful one.
 
-    Groups without variance come first. Within these and within the groups with variance, first the episode of each
-    group that retrieved most gold paragraphs, then the second of each, and so on.
+    Groups without variance come first. Within these, and within the groups with variance, the order is: of each group
+    the episode that retrieved most gold paragraphs, then the second of each group, and so on.
     """
     by_group: dict[int, list[NearMiss]] = {}
     for i, reward in enumerate(this_round.rewards):
@@ -408,7 +410,7 @@ def choose_expansions(this_round: Round) -> list[Expansion]:
             by_group.setdefault(near_miss.group, []).append(near_miss)
     place_in_group: dict[int, int] = {}  # by the index of the episode
     for candidates in by_group.values():
-        best_first = sorted(candidates, key=lambda near_miss: -near_miss.gold_count)  # of equal ones the first stays
+        best_first = sorted(candidates, key=lambda near_miss: -near_miss.gold_count)  # equal ones stay in their order
         for place, near_miss in enumerate(best_first):
             place_in_group[near_miss.index] = place
     varied_groups = groups_with_variance(this_round.signals())

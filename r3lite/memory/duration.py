@@ -11,49 +11,50 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, layer_bytes, linears, sizes
+from r3lite.memory.planner import as_teacher, kinds, layers_bytes, linears, sizes
 from r3lite.memory.work import Workload
 
-REACHED = 0.5  # share of the speeds of large products, and of data sheets, that a network's products reach
-# Kernels of a layer, forward and backward, more for weights in NF4, and of all else in a pass: see bench/kernels.py.
-FORWARD_KERNELS = 24
-BACKWARD_KERNELS = 58
-NF4_KERNELS = 16
-OTHER_KERNELS = 60
-# Launches in a loop that a kernel in a network costs, with the Python around it; and one of a CUDA graph.
+# A network reaches this share of a device's speed, as large products measure it or a data sheet states it.
+REACHED = 0.5
+# Numbers of kernels, as bench/kernels.py counts them.
+FORWARD_KERNELS = 24  # of a layer
+BACKWARD_KERNELS = 58  # of a layer
+NF4_KERNELS = 16  # further ones of a layer's forward pass if its weights are in NF4
+OTHER_KERNELS = 60  # of a pass, outside of its layers
+# The time of a kernel in a network, with the Python around it, in launches of a bare loop (`Speeds.launch`).
 LAUNCHES = 10.0
-LAUNCHES_IN_GRAPH = 1.5
-UNITS = (  # name, seconds, and from how many seconds on it is used
+LAUNCHES_IN_GRAPH = 1.5  # the same in a CUDA graph
+TRAINED_BYTES = 40  # in full fine-tuning an optimizer step moves so many bytes for each weight
+UNITS = (  # name of a unit, its seconds, and the least seconds that are stated in it
     ("days", 86400, 2 * 86400),
     ("h", 3600, 2 * 3600),
     ("min", 60, 2 * 60),
     ("s", 1, 1),
     ("ms", 0.001, 0),
 )
-TRAINED_BYTES = 40  # that an optimizer step moves for each weight in full fine-tuning
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes and operations of some passes."""
+    """What one or more passes move, compute and launch."""
 
-    read: float = 0.0  # bytes of weights, and of the KV cache in decoding
-    products: float = 0.0  # operations of matrix products, attention among them
-    launches: float = 0.0  # as many as of one kernel in a loop
-    copied: float = 0.0  # bytes of layers, from the host's memory
+    moved: float = 0.0  # bytes within the device's memory: of weights, and of the KV cache in decoding
+    operations: float = 0.0  # of matrix products, attention's among them: 2 for each weight and token
+    launches: float = 0.0  # the time of launching, in launches of a bare loop
+    copied: float = 0.0  # bytes of layers from the host's memory to the device's
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
-            self.read + other.read,
-            self.products + other.products,
+            self.moved + other.moved,
+            self.operations + other.operations,
             self.launches + other.launches,
             self.copied + other.copied,
         )
 
     def __mul__(self, times: float) -> "Cost":
         return Cost(
-            self.read * times,
-            self.products * times,
+            self.moved * times,
+            self.operations * times,
             self.launches * times,
             self.copied * times,
         )
@@ -61,13 +62,18 @@ class Cost:
     def seconds(self, speeds: Speeds, dtype: str) -> float:
         """Returns the time on a device; a CPU copies within its memory."""
         bandwidth = speeds.bandwidth[dtype]
-        moved = self.read / bandwidth + self.copied / (speeds.link or bandwidth)
-        return (moved + self.products / speeds.flops[dtype]) / REACHED + self.launches * speeds.launch
+        moving = self.moved / bandwidth + self.copied / (speeds.link or bandwidth)
+        return (moving + self.operations / speeds.flops[dtype]) / REACHED + self.launches * speeds.launch
 
 
-def moved_bytes(w: Workload, memory: Memory) -> int:
-    """Returns the bytes that are moved for a weight in a product; in NF4 its code, and the weight, written and read."""
-    return 4 + 2 * w.element if memory.nf4 else w.element
+def bytes_per_weight(w: Workload, memory: Memory) -> int:
+    """Returns how many bytes a product moves for each weight.
+
+    In NF4 a weight has 2 bytes of an index and its dequantized value, both written and read (see nf4.dequantize).
+    """
+    if memory.nf4:
+        return 2 * (2 + w.element)
+    return w.element
 
 
 def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: float) -> Cost:
@@ -77,37 +83,39 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     """
     m = w.model
     layers = m.num_hidden_layers
-    weights = layers * sum(out * into for out, into in linears(m).values())
-    attention = layers * 4 * m.num_attention_heads * m.head_dim * keys
+    weights = 0
+    for taps, count in kinds(m).items():
+        weights += count * sum(out * into for out, into in linears(m, taps).values())
+    attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
     kernels = FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0)
     return Cost(
-        read=passes * weights * moved_bytes(w, memory),
-        products=tokens * (2 * weights + attention),
+        moved=passes * weights * bytes_per_weight(w, memory),
+        operations=tokens * (2 * weights + attention),
         launches=passes * (layers * kernels + OTHER_KERNELS) * LAUNCHES,
-        copied=passes * layers * layer_bytes(w, memory.nf4) if memory.stream_layers else 0,
+        copied=passes * layers_bytes(w, memory.nf4) if memory.stream_layers else 0,
     )
 
 
 def head(w: Workload, passes: float, tokens: float, products: int = 1) -> Cost:
-    """Returns the cost of the head on `tokens` tokens, in so many products a token."""
+    """Returns the cost of the head over `tokens` tokens in `passes` passes, each of which has `products` products."""
     weights = w.vocabulary * w.model.hidden_size
     return Cost(
-        read=passes * products * weights * w.element,
-        products=tokens * products * 2 * weights,
+        moved=passes * products * weights * w.element,
+        operations=tokens * products * 2 * weights,
     )
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Passes over rows that are laid end to end and begin alike: sums over all passes."""
+    """Passes over rows that are laid end to end. The tokens that all rows begin with are read once in each pass."""
 
     passes: int
-    tokens: float
-    loss_tokens: float
-    keys: float  # that a token attends to in the mean
+    tokens: float  # of all passes
+    loss_tokens: float  # of all passes: those that the head runs on
+    keys: float  # that a token attends to, in the mean
 
 
-def packs(w: Workload, memory: Memory, rows: int, rows_per_pass: int) -> Packs:
+def count_packs(w: Workload, memory: Memory, rows: int, rows_per_pass: int) -> Packs:
     """Returns the passes over `rows` rows, at most `rows_per_pass` of them in one."""
     length = w.mean_tokens or w.row_tokens
     shared = min(w.shared, length)
@@ -128,72 +136,82 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if w.on_cuda and not memory.stream_layers:
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
-    numbers = 2 * m.num_key_value_heads * m.head_dim * m.num_hidden_layers
-    cache = Cost(read=rows * slots * numbers * w.element)
+    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]  # of a token: its keys and values
+    cache = Cost(moved=rows * slots * cached_numbers * w.element)
     return step + head(w, passes=1, tokens=rows) + cache
 
 
 def sample(w: Workload, memory: Memory, episodes: int) -> Cost:
-    """Returns the cost of episodes: given tokens are read, the others decoded one after the other."""
+    """Returns the cost of `episodes` episodes.
+
+    The tokens that the model does not write are read in passes, the others are decoded one after the other.
+    """
     rows = min(memory.rollout_batch_size, episodes)
     length = w.mean_tokens or w.row_tokens
     read_tokens = length - w.writes
     shared = min(w.shared, read_tokens)
+    # With --learn answer each context is a prefix, which its ends share. Otherwise all episodes share one.
     prefixes = w.contexts.episodes if w.contexts else 1
     tokens = episodes * (read_tokens - shared) + prefixes * shared
     passes = math.ceil(tokens / memory.micro_batch_tokens)
     reading = forward(w, memory, passes, tokens, keys=read_tokens / 2)
-    prompt = min(read_tokens, w.shared or w.reads)
-    step = decode(w, memory, rows, slots=(prompt + length) / 2)
+    first_slots = min(read_tokens, w.shared or w.reads)  # tokens in the cache when a row's first token is decoded
+    step = decode(w, memory, rows, slots=(first_slots + length) / 2)
     return reading + step * (w.writes * episodes / rows)
 
 
 def score(w: Workload, memory: Memory) -> Cost:
-    """Returns the cost of log-probabilities of a round's episodes, or of rows, under another model."""
-    p = packs(w, memory, w.learned_rows, w.scored_rows)
-    layers = forward(w, memory, p.passes, p.tokens, p.keys)
-    return layers + head(w, p.passes, p.loss_tokens)
+    """Returns the cost of the log-probabilities of a round's episodes, or of trajectories, under one model."""
+    packs = count_packs(w, memory, rows=w.learned_rows, rows_per_pass=w.scored_rows)
+    layers = forward(w, memory, packs.passes, packs.tokens, packs.keys)
+    return layers + head(w, packs.passes, packs.loss_tokens)
 
 
 def update(w: Workload, memory: Memory) -> Cost:
     """Returns the cost of the optimizer steps of a round, or of one of SFT."""
     steps = math.ceil(w.learned_rows / w.step_rows) * w.epochs
-    p = packs(w, memory, w.step_rows, w.rows)
-    once = forward(w, memory, p.passes, p.tokens, p.keys)
+    packs = count_packs(w, memory, rows=w.step_rows, rows_per_pass=w.rows)
+    forward_cost = forward(w, memory, packs.passes, packs.tokens, packs.keys)
     layers = w.model.num_hidden_layers
-    backward_kernels = p.passes * (layers * BACKWARD_KERNELS + OTHER_KERNELS) * LAUNCHES
+    backward_launches = packs.passes * (layers * BACKWARD_KERNELS + OTHER_KERNELS) * LAUNCHES
     recomputed = min(memory.recompute_layers, layers) / layers
-    cost = once * (2 + recomputed)
-    cost += Cost(launches=backward_kernels)
-    cost += head(w, p.passes, p.loss_tokens, products=3 if w.full_tuning else 2)
+    # Forward, and back to the inputs of the layers, with as many products. Gradients of weights come below: those of an
+    # adapter, whose products are few, are not counted.
+    cost = forward_cost * (2 + recomputed)
+    cost += Cost(launches=backward_launches)
+    cost += head(w, packs.passes, packs.loss_tokens, products=3 if w.full_tuning else 2)
     if w.full_tuning:
         weights = sum(map(sum, sizes(w.model)))
-        cost += Cost(read=TRAINED_BYTES * weights, products=once.products)
+        cost += Cost(moved=TRAINED_BYTES * weights, operations=forward_cost.operations)
     return cost * steps
 
 
 @dataclass(frozen=True)
 class Duration:
-    """The predicted time of a step of SFT, of a round or of an evaluation, and of all of a run's."""
+    """The predicted time of a step of SFT, of a round or of an evaluation, and of the whole run."""
 
-    phases: dict[str, float]  # seconds
+    phases: dict[str, float]  # seconds of each phase of the step, round or evaluation
     workload: Workload
-    validation: float = 0.0  # seconds of one; 0: there is none
+    validation_seconds: float = 0.0  # of one validation; 0: the run has none
 
     @property
     def seconds(self) -> float:
+        """Seconds of the step, round or evaluation."""
         return sum(self.phases.values())
 
     @property
-    def run(self) -> float | None:
-        """Seconds of the whole run; None if its steps are not known."""
+    def run_seconds(self) -> float | None:
+        """Seconds of the whole run; None if its number of steps is not known."""
         if not self.workload.steps:
             return None
-        return self.workload.steps * self.seconds + self.validations * self.validation
+        return self.workload.steps * self.seconds + self.validation_count * self.validation_seconds
 
     @property
-    def validations(self) -> int:
-        """Validations of a run whose steps are known: before the first round, every few and after the last."""
+    def validation_count(self) -> int:
+        """How often a run validates: before the first round, every few rounds and after the last.
+
+        0 if it does not, or if its number of steps is not known.
+        """
         w = self.workload
         if not w.steps or not w.held_out:
             return 0
@@ -201,7 +219,7 @@ class Duration:
 
     @property
     def unit(self) -> str:
-        """The piece of the run that `seconds` are of."""
+        """What `seconds` is the time of, in words."""
         w = self.workload
         if w.trains:
             return "a round" if w.episodes else "a step"
@@ -211,14 +229,14 @@ class Duration:
 
     @property
     def remedy(self) -> str:
-        """The flags that make it shorter."""
+        """Says which flags shorten the time."""
         flags = "--batch-size"
         if self.workload.episodes:
             flags = "--batch-size, --num-generations" if self.workload.trains else "--limit"
         return f"Lower {flags} or --max-length."
 
     def line(self) -> str:
-        """Returns the prediction in words: of a step, by phase, and of the run."""
+        """Returns the prediction in words: for a step, round or evaluation, by phase, and for the whole run."""
         w = self.workload
         message = f"about {in_words(self.seconds)} for {self.unit}"
         if len(self.phases) > 1:
@@ -229,15 +247,16 @@ class Duration:
             message += f" if every {noun} has {w.row_tokens:,} tokens, the most it may"
         if w.refills:
             message += f", without up to {w.refills} refills"
-        if self.validation:
-            message += f"; {in_words(self.validation)} for a validation"
-        if self.run:
-            message += f"; {in_words(self.run)} for the run of {w.steps:,}"
+        if self.validation_seconds:
+            message += f"; {in_words(self.validation_seconds)} for a validation"
+        if self.run_seconds:
+            message += f"; {in_words(self.run_seconds)} for the run of {w.steps:,}"
         elif w.trains:
-            message += f"; the run: {self.unit} times their number, which --max-steps sets"
+            message += "; --max-steps sets how many the run takes"
         return f"{message}. Within a factor of two, {self._origin()}"
 
     def _origin(self) -> str:
+        """Says which speeds the prediction comes from."""
         speeds = self.workload.speeds
         assert speeds
         if speeds.source == MEASURED:
@@ -245,21 +264,21 @@ class Duration:
         return f"from half the peak speed of the {speeds.name}"
 
     def report(self) -> dict:
-        """Returns the prediction as JSON."""
+        """Returns the prediction as JSON values, with all times in seconds."""
         speeds = self.workload.speeds
         assert speeds
         record = {
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
             "step": round(self.seconds, 4),
-            "run": None if self.run is None else round(self.run, 1),
+            "run": None if self.run_seconds is None else round(self.run_seconds, 1),
         }
-        if self.validation:
-            record["validation"] = round(self.validation, 4)
+        if self.validation_seconds:
+            record["validation"] = round(self.validation_seconds, 4)
         return record | {"device": speeds.name, "speeds_from": speeds.source}
 
 
 def predict(w: Workload, memory: Memory) -> Duration | None:
-    """Returns how long a run takes; None if the device's speeds are not known."""
+    """Returns how long a run takes; None if the device's speeds in its dtype are not known."""
     if w.speeds is None or w.dtype not in w.speeds.flops:
         return None
     costs = {}

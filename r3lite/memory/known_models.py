@@ -6,6 +6,7 @@ From the models' `config.json`, without what a plan does not depend on: these co
 from r3lite.models.causal_lm import LayerKind, ModelConfig
 from r3lite.models.gemma import LOCAL_THETA, PATTERN, THETA, GemmaLayer
 from r3lite.models.granite import GraniteHybridLayer
+from r3lite.models.lfm2 import TAPS, Lfm2Layer, Lfm2Trunk
 from r3lite.models.rotary import Rope
 
 QWEN_TOKENS = 151_665
@@ -23,6 +24,21 @@ def gemma(layers: int) -> dict:
     return {"head_dim": 256, "qk_norm": True, "qkv_bias": False, "layer": GemmaLayer, "layer_kinds": kinds}
 
 
+def lfm2() -> dict:
+    """Returns what LFM2 computes: six of its sixteen layers attend."""
+    convolution = LayerKind(rope=None, taps=TAPS)
+    kinds = [convolution] * 16
+    for layer in (2, 5, 8, 10, 12, 14):
+        kinds[layer] = LayerKind(Rope(THETA))
+    return {
+        "qk_norm": True,
+        "qkv_bias": False,
+        "layer": Lfm2Layer,
+        "trunk": Lfm2Trunk,
+        "layer_kinds": tuple(kinds),
+    }
+
+
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
 QWEN25_SIZES = {
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
@@ -35,6 +51,11 @@ QWEN3_SIZES = {
     "4B": (151_936, 2560, 9728, 36, 32, 8),
 }
 LLAMA32_SIZES = {"1B": (128_256, 2048, 8192, 16, 32, 8), "3B": (128_256, 3072, 8192, 28, 24, 8)}
+LFM2_SIZES = {
+    "350M": (65_536, 1024, 4608, 16, 16, 8),
+    "700M": (65_536, 1536, 6912, 16, 24, 8),
+    "1.2B": (65_536, 2048, 8192, 16, 32, 8),
+}
 SMOLLM2_SIZES = {"135M": (49_152, 576, 1536, 30, 9, 3), "360M": (49_152, 960, 2560, 32, 15, 5)}
 # By name: ids of the tokenizer, what the family computes, the longest text, and sizes.
 _FAMILIES = {
@@ -51,6 +72,7 @@ _FAMILIES = {
     "ibm-granite/granite-4.0-{}m": (100_352, GRANITE, 32_768, {"350": (100_352, 1024, 2048, 28, 16, 4)}),
     "ibm-granite/granite-4.0-{}b": (100_352, GRANITE, 131_072, {"1": (100_352, 2048, 4096, 40, 16, 4)}),
     "HuggingFaceTB/SmolLM3-{}": (128_256, LLAMA, 65_536, {"3B": (128_256, 2048, 11_008, 36, 16, 4)}),
+    "LiquidAI/LFM2-{}": (65_536, lfm2(), 128_000, LFM2_SIZES),
     "google/gemma-3-{}m-it": (262_144, gemma(18), 32_768, {"270": (262_144, 640, 2048, 18, 4, 1)}),
     "google/gemma-3-{}b-it": (262_144, gemma(26), 32_768, {"1": (262_144, 1152, 6912, 26, 4, 1)}),
 }  # fmt: skip

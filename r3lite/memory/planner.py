@@ -5,6 +5,7 @@ nothing is loaded to find them. They follow what `models` keeps: `activation_che
 a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,10 +15,12 @@ from r3lite.devices.live_tensors import GRAIN
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
+from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.gemma import GemmaLayer
 from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import BLOCK
+from r3lite.models.lfm2 import Lfm2Layer
 from r3lite.models.projections import of_model
 from r3lite.models.stacks import stacks
 from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
@@ -40,8 +43,18 @@ def largest(moments: list[Parts] | Iterator[Parts]) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def linears(m: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns (out, in) of the projections of a layer: seven, or less if some are one matrix."""
+def layer_taps(m: ModelConfig) -> list[int]:
+    """Returns the taps of the convolution of each layer; 0 if it attends. Layers of a model differ in nothing else."""
+    return [m.kind(layer).taps for layer in range(m.num_hidden_layers)]
+
+
+def kinds(m: ModelConfig) -> Counter[int]:
+    """Returns how many layers have convolutions of so many taps; 0 taps are those that attend."""
+    return Counter(layer_taps(m))
+
+
+def linears(m: ModelConfig, taps: int) -> dict[str, tuple[int, int]]:
+    """Returns (out, in) of the projections of a layer of one kind: seven, or less if some are one matrix."""
     hidden = m.hidden_size
     inner = m.intermediate_size
     queries = _queries(m)
@@ -52,14 +65,20 @@ def linears(m: ModelConfig) -> dict[str, tuple[int, int]]:
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
     }
+    if m.layer is Lfm2Layer:
+        if taps:
+            shapes = {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
+        else:
+            shapes["out_proj"] = shapes.pop("o_proj")
+        return shapes | {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
     if m.layer is GraniteHybridLayer:
         return shapes | {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
     return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
 
-def adapted(w: Workload) -> tuple[str, ...]:
+def adapted(w: Workload, taps: int) -> tuple[str, ...]:
     """Returns the projections of a layer that have an adapter."""
-    return of_model(w.targets, linears(w.model))
+    return of_model(w.targets, linears(w.model, taps))
 
 
 # Weights, adapters and moments
@@ -68,13 +87,15 @@ def adapted(w: Workload) -> tuple[str, ...]:
 def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
     """Returns the bytes of the frozen base on the device: of one that is streamed two layers, head and final norm."""
     m = w.model
-    layers = m.num_hidden_layers
+    layers = layers_bytes(w, quantized)
     tables = 1 if m.tie_word_embeddings else 2
     if streamed:
-        layers = min(2, layers)
+        taps = layer_taps(m)
+        turns = [set(taps[turn::2]) for turn in (0, 1)]  # the even layers have one place, the odd ones another
+        layers = sum(max(layer_bytes(w, quantized, kind) for kind in turn) for turn in turns if turn)
         tables = 1
     norm = rounded(m.hidden_size * w.element)
-    return layers * layer_bytes(w, quantized) + tables * _table(w) + norm
+    return layers + tables * _table(w) + norm
 
 
 def host_bytes(w: Workload, memory: Memory) -> int:
@@ -82,11 +103,13 @@ def host_bytes(w: Workload, memory: Memory) -> int:
 
     PyTorch pins memory in pieces whose sizes are powers of two (c10's CachingHostAllocator).
     """
-    layer = layer_bytes(w, memory.nf4)
-    if w.on_cuda:
-        layer = 1 << (layer - 1).bit_length()
-    embedding = 0 if w.model.tie_word_embeddings else _table(w)
-    return w.model.num_hidden_layers * layer + embedding
+    size = 0 if w.model.tie_word_embeddings else _table(w)
+    for taps, count in kinds(w.model).items():
+        layer = layer_bytes(w, memory.nf4, taps)
+        if w.on_cuda:
+            layer = 1 << (layer - 1).bit_length()
+        size += count * layer
+    return size
 
 
 def _table(w: Workload) -> int:
@@ -94,12 +117,19 @@ def _table(w: Workload) -> int:
     return rounded(w.model.vocab_size * w.model.hidden_size * w.element)
 
 
-def layer_bytes(w: Workload, quantized: bool) -> int:
-    """Returns the bytes of the frozen weights of a layer."""
+def layers_bytes(w: Workload, quantized: bool) -> int:
+    """Returns the bytes of the frozen weights of all layers."""
+    return sum(count * layer_bytes(w, quantized, taps) for taps, count in kinds(w.model).items())
+
+
+def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
+    """Returns the bytes of the frozen weights of a layer of one kind."""
     m = w.model
-    shapes = linears(m)
+    shapes = linears(m, taps)
     layer = _norms(m) * rounded(m.hidden_size * w.element)
-    if m.qk_norm:
+    if taps:
+        layer += rounded(m.hidden_size * taps * w.element)
+    elif m.qk_norm:
         layer += 2 * rounded(m.head_dim * w.element)
     if m.qkv_bias:
         layer += rounded(sum(shapes[name][0] for name in BIASED) * w.element)
@@ -131,13 +161,17 @@ def _nf4_bytes(weights: list[int]) -> int:
 
 def adapter_bytes(w: Workload) -> int:
     """Returns the bytes of one adapter in fp32, the A of a stack together; its gradients are as large."""
-    shapes = linears(w.model)
     row = 4 * w.lora_r  # bytes of the numbers that belong to one input or output
-    layer = sum(rounded(row * shapes[name][0]) for name in adapted(w))
-    for stack in stacks(adapted(w)):
-        inputs = sum(shapes[name][1] for name in stack)
-        layer += rounded(row * inputs)
-    return w.model.num_hidden_layers * layer
+    size = 0
+    for taps, count in kinds(w.model).items():
+        shapes = linears(w.model, taps)
+        names = adapted(w, taps)
+        layer = sum(rounded(row * shapes[name][0]) for name in names)
+        for stack in stacks(names):
+            inputs = sum(shapes[name][1] for name in stack)
+            layer += rounded(row * inputs)
+        size += count * layer
+    return size
 
 
 def _cast_bytes(w: Workload) -> int:
@@ -146,9 +180,13 @@ def _cast_bytes(w: Workload) -> int:
 
 
 def _adapter_tensors(w: Workload) -> list[int]:
-    """Returns the bytes of each tensor of an adapter in a layer, each for itself."""
-    shapes = linears(w.model)
-    return [rounded(4 * w.lora_r * side) for name in adapted(w) for side in shapes[name]]
+    """Returns the bytes of each tensor of an adapter, each for itself."""
+    tensors = []
+    for taps, count in kinds(w.model).items():
+        shapes = linears(w.model, taps)
+        for name in adapted(w, taps):
+            tensors += [rounded(4 * w.lora_r * side) for side in shapes[name]] * count
+    return tensors
 
 
 def _moment_bytes(w: Workload) -> int:
@@ -156,25 +194,35 @@ def _moment_bytes(w: Workload) -> int:
     if w.full_tuning:
         of_layers, of_others = sizes(w.model)
         return sum(2 * _moment8(count) + GRAIN for count in of_layers + of_others)
-    return w.model.num_hidden_layers * sum(2 * size + GRAIN for size in _adapter_tensors(w))
+    return sum(2 * size + GRAIN for size in _adapter_tensors(w))
 
 
 def copy_bytes(w: Workload) -> int:
     """Returns the bytes of a copy of the adapter's weights and moments: see training/kl_budget.py."""
-    return w.model.num_hidden_layers * sum(_adapter_tensors(w)) + _moment_bytes(w)
+    return sum(_adapter_tensors(w)) + _moment_bytes(w)
 
 
 def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     """Returns how many numbers each tensor of a layer has, of all layers, and each of the other tensors."""
-    shapes = linears(m)
+    layers = []
+    for taps, count in kinds(m).items():
+        layers += _layer_sizes(m, taps) * count
+    tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
+    return layers, [m.hidden_size, *tables]
+
+
+def _layer_sizes(m: ModelConfig, taps: int) -> list[int]:
+    """Returns how many numbers each tensor of a layer of one kind has."""
+    shapes = linears(m, taps)
     layer = [out * into for out, into in shapes.values()]
     if m.qkv_bias:
         layer += [shapes[name][0] for name in BIASED]
     layer += [m.hidden_size] * _norms(m)
-    if m.qk_norm:
+    if taps:
+        layer.append(m.hidden_size * taps)
+    elif m.qk_norm:
         layer += [m.head_dim, m.head_dim]
-    tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
-    return layer * m.num_hidden_layers, [m.hidden_size, *tables]
+    return layer
 
 
 def _moment8(count: int) -> int:
@@ -250,7 +298,7 @@ def allocated(w: Workload, memory: Memory) -> int:
 
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading: the embedding beside its view of the file, or the last linear beside all weights."""
-    largest_linear = max(out * into for out, into in linears(w.model).values())
+    largest_linear = max(out * into for taps in kinds(w.model) for out, into in linears(w.model, taps).values())
     last = largest_linear * w.element
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
     if w.on_cuda:  # the file's view is the host's
@@ -287,12 +335,13 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     """Returns the bytes of a pass without gradients over `tokens` tokens, one layer at a time."""
     hidden = w.model.hidden_size
     inner = w.model.intermediate_size
-    queries = _queries(w.model)
-    keys_and_values = _keys_and_values(w.model)
     e = w.element
     tile = min(tokens, memory.mlp_tile)
-    attention = tokens * (2 * hidden + 3 * queries + keys_and_values) * e
-    attention += _dense(w, memory, hidden * (queries + keys_and_values))
+    first_half = 0
+    for taps in kinds(w.model):
+        mixer = _mixer(w, taps)
+        size = tokens * (2 * hidden + mixer.forward) * e + _dense(w, memory, mixer.weights)
+        first_half = max(first_half, size)
     dense = _dense(w, memory, 2 * hidden * inner)
     gate_and_up = tile * 2 * inner * e
     product = tile * inner * e
@@ -301,7 +350,7 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     feed_forward = 2 * states + tile * hidden * e + inside
     if tile < tokens:
         feed_forward += states  # the results of the tiles, joined
-    return 2 * states + max(attention, feed_forward)
+    return 2 * states + max(first_half, feed_forward)
 
 
 def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
@@ -397,10 +446,20 @@ def _judge(w: Workload, judge: JudgeWork) -> Parts:
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
-    """Returns the bytes of a KV cache of `rows` episodes of `tokens` tokens, and of a layer's block as it grows."""
+    """Returns the bytes of a KV cache of `rows` episodes of `tokens` tokens, and of a layer's part as it grows."""
     slots = -(-tokens // BLOCK) * BLOCK
-    block = rows * _keys_and_values(w.model) * slots * w.element
-    return (w.model.num_hidden_layers + 1) * rounded(block)
+    size = 0
+    growing = 0
+    for taps, count in kinds(w.model).items():
+        if taps:
+            value = rows * w.model.hidden_size * w.element
+            size += count * rounded(value * ring_slots(taps))
+            grown = rounded(value * (taps - 1) * (slots // SAVED_EVERY))
+        else:
+            grown = rounded(rows * _keys_and_values(w.model) * slots * w.element)
+        size += count * grown
+        growing = max(growing, grown)
+    return size + growing
 
 
 def _sample(w: Workload, memory: Memory) -> Parts:
@@ -453,15 +512,46 @@ def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
     return len(windows) * tokens * keys * w.element
 
 
-def _activation_bytes(w: Workload) -> int:
+class _Mixer(NamedTuple):
+    """Sizes of what a layer has before its feed-forward network: an attention or a short convolution."""
+
+    forward: int  # numbers of a token that exist at once in a pass without gradients
+    activations: int  # numbers of a token that a backward pass needs
+    backward: int  # numbers of a token that exist at once in it
+    scales: int  # bytes of a token that it needs besides
+    weights: int  # of its largest product
+
+
+def _mixer(w: Workload, taps: int) -> _Mixer:
+    m = w.model
+    hidden = m.hidden_size
+    if taps:
+        return _Mixer(
+            forward=5 * hidden,  # gates and values, their product, that with what comes before it, output
+            activations=5 * hidden,  # gates and values, output, output times its gate
+            backward=9 * hidden,
+            scales=0,
+            weights=3 * hidden * hidden,
+        )
+    queries = _queries(m)
+    keys_and_values = _keys_and_values(m)
+    return _Mixer(
+        forward=3 * queries + keys_and_values,
+        activations=4 * queries + keys_and_values,  # rotated, keys and values for every head, output
+        backward=8 * queries + keys_and_values,
+        scales=4 * m.num_attention_heads + _head_norm_bytes(w),
+        weights=hidden * (queries + keys_and_values),
+    )
+
+
+def _activation_bytes(w: Workload, taps: int) -> int:
     """Returns the bytes per token of activations that a layer which is not recomputed keeps, without its input."""
     m = w.model
+    mixer = _mixer(w, taps)
     norms = (1 + _norms(m)) * m.hidden_size  # norm, middle, norm; norms of outputs keep these
-    # Rotated queries with keys and values, these for every head, output.
-    attention = 4 * _queries(m) + _keys_and_values(m)
     feed_forward = 3 * m.intermediate_size  # gate, up, their product
-    numbers = norms + attention + feed_forward + len(adapted(w)) * w.lora_r
-    return w.element * numbers + 4 * (m.num_attention_heads + _norms(m)) + _head_norm_bytes(w)
+    numbers = norms + mixer.activations + feed_forward + len(adapted(w, taps)) * w.lora_r
+    return w.element * numbers + 4 * _norms(m) + mixer.scales
 
 
 def _head_norm_bytes(w: Workload) -> int:
@@ -524,8 +614,13 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     layers = m.num_hidden_layers
     b = _backward(w, memory)
     inputs = b.inputs(b.inputs_here)
-    of_layer = b.tokens * _activation_bytes(w) + b.layer_input + b.repeated + b.joined
-    kept_layers = {"kept layers": (layers - b.recomputed) * of_layer}
+    taps_of_layers = layer_taps(m)
+    kept = 0
+    for taps in taps_of_layers[b.recomputed :]:
+        kept += b.tokens * _activation_bytes(w, taps) + b.layer_input
+        if not taps:
+            kept += b.repeated + b.joined
+    kept_layers = {"kept layers": kept}
     accumulated = b.accumulated
     if w.full_tuning:
         accumulated = rounded(m.vocab_size * m.hidden_size * FP32)  # of the head
@@ -542,11 +637,15 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         yield inputs | kept_layers | {"live layer": live, "gradients": accumulated or adapter_bytes(w) // layers}
     if not b.recomputed:
         return
-    live = _live_bytes_of_recomputed(w, memory, b)
     if w.full_tuning:
-        accumulated += sum(sizes(m)[0]) // layers * w.element
-    # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
-    for layer in (b.recomputed, 1):
+        accumulated += max(sum(_layer_sizes(m, taps)) for taps in kinds(m)) * w.element
+    # Of each kind the last recomputed layer, when most inputs are there, and the first, when most gradients are.
+    numbers = {}
+    for layer, taps in enumerate(taps_of_layers[: b.recomputed], 1):
+        first, _ = numbers.get(taps, (layer, layer))
+        numbers[taps] = first, layer
+    for taps, layer in [(taps, layer) for taps, ends in numbers.items() for layer in ends]:
+        live = _live_bytes_of_recomputed(w, memory, b, taps)
         inputs_here = min(layer, b.inputs_here) if memory.offload and w.on_cuda else layer
         gradients = accumulated or adapter_bytes(w) * (layers - layer + 1) // layers
         yield b.inputs(inputs_here) | {"live layer": live, "gradients": gradients}
@@ -565,14 +664,18 @@ def _live_bytes_of_kept(w: Workload, memory: Memory, tokens: int) -> int:
     )
 
 
-def _live_bytes_of_recomputed(w: Workload, memory: Memory, b: _Backward) -> int:
-    """Returns the bytes that running a layer again and its backward pass take."""
+def _live_bytes_of_recomputed(
+    w: Workload,
+    memory: Memory,
+    b: _Backward,
+    taps: int,
+) -> int:
+    """Returns the bytes that running a layer of one kind again and its backward pass take."""
     m = w.model
     e = w.element
     hidden = m.hidden_size
     inner = m.intermediate_size
-    queries = _queries(m)
-    keys_and_values = _keys_and_values(m)
+    mixer = _mixer(w, taps)
     tile = min(b.tokens, memory.mlp_tile)
     outputs = (_norms(m) - 2) // 2 * hidden  # that the norm of an output keeps
     tile_inner = tile * inner * e
@@ -581,10 +684,9 @@ def _live_bytes_of_recomputed(w: Workload, memory: Memory, b: _Backward) -> int:
         4 * tile_inner + _dense(w, memory, hidden * inner),
         2 * tile_inner + _dense(w, memory, 2 * hidden * inner),
     )
-    feed_forward = b.tokens * (3 * hidden + outputs + 4 * queries + keys_and_values) * e
-    feed_forward += tile * (2 * hidden + outputs) * e + inside
-    attention = b.tokens * (3 * hidden + outputs + 8 * queries + keys_and_values) * e
-    attention += _dense(w, memory, hidden * (queries + keys_and_values))
-    attention += b.repeated + b.joined
-    per_token = 4 * m.num_attention_heads + 8 * w.lora_r + _head_norm_bytes(w)
-    return max(feed_forward, attention) + b.tokens * per_token
+    second_half = b.tokens * (3 * hidden + outputs + mixer.activations) * e
+    second_half += tile * (2 * hidden + outputs) * e + inside
+    first_half = b.tokens * (3 * hidden + outputs + mixer.backward) * e + _dense(w, memory, mixer.weights)
+    if not taps:
+        first_half += b.repeated + b.joined
+    return max(second_half, first_half) + b.tokens * (mixer.scales + 8 * w.lora_r)

@@ -12,7 +12,7 @@ from r3lite.devices.cards import CARDS, card, similar_names
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.memory.cuda_parts import LAPTOP, of_this_card
 from r3lite.memory.known_models import KNOWN
-from r3lite.memory.planner import linears
+from r3lite.memory.planner import layer_taps, linears
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import bitsandbytes_weights, nf4
 from r3lite.models.causal_lm import ModelConfig
@@ -59,10 +59,15 @@ def _packed(folder: Path) -> Packed | None:
     if quant_method(folder) != bitsandbytes_weights.METHOD:
         return Packed() if is_nf4(folder) else None
     config = read_config(folder)
-    weights = {name: out * into for name, (out, into) in linears(config).items()}
     paths = bitsandbytes_weights.packed_layers(tensor_places(folder))
-    packed = sum(weights.get(path.rpartition(".")[2], 0) for path in paths)
-    all_weights = config.num_hidden_layers * sum(weights.values())
+    all_weights = 0
+    packed = 0
+    for layer, taps in enumerate(layer_taps(config)):
+        names = {path.rpartition(".")[2] for path in paths if path.startswith(f"model.layers.{layer}.")}
+        for name, (out, into) in linears(config, taps).items():
+            all_weights += out * into
+            if name in names:
+                packed += out * into
     return Packed(dense_weights=all_weights - packed, fp32_blocks=packed // nf4.BLOCK)
 
 

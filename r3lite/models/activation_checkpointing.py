@@ -147,13 +147,13 @@ class _Recomputed(torch.autograd.Function):
         x = x.detach().requires_grad_()
         random = contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
         with torch.enable_grad(), ctx.autocast, run.switch.to(ctx.adapter), random:
-            middle = run.layer.attend(x, cos, sin, context=run.context)  # [B, T, C]
-            grad = _feed_forward_backward(run.layer, middle.detach(), grad=grad, tile=run.tile)
+            middle = run.layer.first_half(x, cos, sin, context=run.context)  # [B, T, C]
+            grad = _second_half_backward(run.layer, middle.detach(), grad=grad, tile=run.tile)
         middle.backward(grad)
         return x.grad, None, None, None
 
 
-def _feed_forward_backward(
+def _second_half_backward(
     layer: Layer,
     x: Tensor,
     grad: Tensor,
@@ -169,7 +169,7 @@ def _feed_forward_backward(
     grad_x_tiles = grad_x.flatten(0, 1).split(tile)
     for x_tile, grad_tile, grad_x_tile in zip(x_tiles, grad_tiles, grad_x_tiles, strict=True):
         x_tile = x_tile.detach().requires_grad_()
-        layer.feed_forward(x_tile).backward(grad_tile)
+        layer.second_half(x_tile).backward(grad_tile)
         grad_x_tile.copy_(x_tile.grad)
     return grad_x
 

@@ -1,4 +1,4 @@
-"""What a query may attend to: the interface that the network asks, its masks, and its simplest implementation.
+"""What a token sees of those before it: the interface that the network asks, masks, and its simplest implementation.
 
 The others are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill` and `kv_cache.Decode` (rows of a cache).
 A context belongs to one pass of the model. Shape legend: models/causal_lm.py.
@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from r3lite.models.functions import causal_convolution
 
 # The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of this
 # many numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass
@@ -36,6 +38,18 @@ class AttentionContext(Protocol):
         explained at masked_keys; scores are multiplied by `scale`, by default 1 / sqrt(D).
         """
 
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """Returns the causal convolution [B, T, C] of a layer, for the pass's values x [B, T, C].
+
+        A token sees itself and the taps - 1 tokens before it in its row; before the first there are zeros. The weight
+        is [C, taps]. See functions.causal_convolution.
+        """
+
 
 class CausalRows:
     """Rows by themselves: a token attends to itself and to the tokens before it in its row.
@@ -59,6 +73,19 @@ class CausalRows:
     ) -> Tensor:
         (mask,) = self.masks.of(window, q)
         return grouped_attention(q, kv, mask, scale=scale)
+
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        return causal_convolution(preceded_by_zeros(x, weight), weight)
+
+
+def preceded_by_zeros(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x [..., T, C] after the zeros that a convolution by a weight [C, taps] sees before it."""
+    return F.pad(x, (0, 0, weight.shape[1] - 1, 0))
 
 
 def grouped_attention(

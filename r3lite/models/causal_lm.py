@@ -27,10 +27,11 @@ from r3lite.models.streaming import LayerStream
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the attention of one layer may have different from that of others."""
+    """What one layer may have different from others, before its feed-forward network."""
 
     rope: Rope | None  # None: queries and keys are not rotated
     window: int | None = None  # tokens that a query attends to at most, see attention.masked_keys; None: all before it
+    taps: int = 0  # tokens that a short convolution sees, which the layer has in place of attention; 0: it attends
 
 
 class RMSNorm(nn.Module):
@@ -64,13 +65,14 @@ class ModelConfig:
     qkv_bias: bool = True  # biases in q_proj, k_proj and v_proj: Qwen2
     qk_norm: bool = False  # a norm of each query and key head before the rotation: Qwen3, Gemma 3
     layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all have rope_theta, rope_scaling and no window
-    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # attention scores are multiplied by it; None: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
-    rounds_multiplier: bool = False  # it is rounded to the weights' dtype: Gemma
-    logits_scaling: float = 1.0  # that logits are divided by
+    rounds_multiplier: bool = False  # whether embedding_multiplier is rounded to the weights' dtype: Gemma
+    logits_scaling: float = 1.0  # logits are divided by it
     norm: type[nn.Module] = RMSNorm
     activation: Callable[[Tensor], Tensor] = swiglu  # of gate and up, side by side
     layer: "type[Layer] | None" = None  # None: Layer
+    trunk: "type[Trunk] | None" = None  # None: Trunk
     is_text_part: bool = False  # of a model that also sees images, see text_part.py
 
     def __post_init__(self):
@@ -78,7 +80,7 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def kind(self, layer_idx: int) -> LayerKind:
-        """Returns what the attention of a layer is like."""
+        """Returns what a layer is like."""
         if self.layer_kinds:
             return self.layer_kinds[layer_idx]
         return LayerKind(Rope(self.rope_theta, self.rope_scaling))
@@ -188,21 +190,24 @@ class Layer(nn.Module):
         context: AttentionContext,
         tile: int | None = None,
     ) -> Tensor:
-        """Returns the layer's output [B, T, C] for x [B, T, C]; `tile` is explained at MLP."""
-        return self.feed_forward(self.attend(x, cos, sin, context=context), tile)
+        """Returns the layer's output [B, T, C] for x [B, T, C].
 
-    def attend(
+        `tile`, which only models.activation_checkpointing passes, is explained at MLP.
+        """
+        return self.second_half(self.first_half(x, cos, sin, context=context), tile)
+
+    def first_half(
         self,
         x: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
-        """Runs the layer's first half; returns x [B, T, C] plus the attention's output."""
+        """Returns x [B, T, C] plus the attention's output."""
         return self.self_attn(self.input_layernorm(x), cos, sin, context=context, residual=x)
 
-    def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """Runs the layer's second half; returns x [..., C] plus the feed-forward network's output."""
+    def second_half(self, x: Tensor, tile: int | None = None) -> Tensor:
+        """Returns x [..., C] plus the feed-forward network's output."""
         return self.mlp(self.post_attention_layernorm(x), residual=x, tile=tile)
 
 
@@ -237,7 +242,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.model = Trunk(config)
+        self.model = (config.trunk or Trunk)(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.ropes = {layer.rope: None for layer in self.model.layers}  # an ordered set: only the keys count
@@ -264,7 +269,7 @@ class CausalLM(nn.Module):
             context = CausalRows(input_ids)
         angles = {}
         for rope in self.ropes:
-            angles[rope] = self._angles(context.positions, rope, x.dtype)
+            angles[rope] = rotary_angles(context.positions, rope, head_dim=self.config.head_dim, dtype=x.dtype)
         for layer in self.model.layers:
             cos, sin = angles[layer.rope]
             x = self.run_layer(layer, x, cos=cos, sin=sin, context=context)
@@ -283,16 +288,6 @@ class CausalLM(nn.Module):
         if self.config.rounds_multiplier:
             multiplier = torch.tensor(multiplier, dtype=x.dtype).item()
         return x if multiplier == 1 else x * multiplier
-
-    def _angles(
-        self,
-        positions: Tensor,
-        rope: Rope | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if rope is None:
-            return None, None
-        return rotary_angles(positions, rope, head_dim=self.config.head_dim, dtype=dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., V] of hidden states [..., C], in the weights' dtype."""

@@ -8,7 +8,7 @@ from typing import Any
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
-from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, nf4
+from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, lfm2, nf4
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.layer_kinds import unsupported
 from r3lite.models.rotary import RopeScaling
@@ -61,6 +61,13 @@ FAMILIES = {
         rope_types=("default", "linear"),
         windows=True,
         complete=gemma.gemma3_text,
+    ),
+    "lfm2": Family(
+        qk_norm=True,
+        rope_theta=lfm2.THETA,
+        tie_word_embeddings=True,
+        sizes=lfm2.SIZES,
+        complete=lfm2.lfm2,
     ),
 }
 

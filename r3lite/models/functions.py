@@ -1,4 +1,5 @@
-"""Layer functions that keep for the backward pass only what they were given: norm, gated activations, rotary positions.
+"""Layer functions that keep for the backward pass no more than they were given: norm, gated activations, rotary
+positions, short convolutions.
 
 Autograd by itself keeps or makes several copies of each one's input, in fp32 for the norm.
 """
@@ -61,6 +62,17 @@ def rotate_(
     if torch.is_grad_enabled():
         return _Rotated.apply(x, heads, cos, sin)
     return _rotate_(x, heads=heads, cos=cos, sin=sin)
+
+
+def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns y [..., T, C] with y_t = sum_k weight_k x_(t + k), for each of the C channels by itself.
+
+    x [..., taps - 1 + T, C] begins with the values before the first of the T tokens; the weight is [C, taps].
+    """
+    weight = weight.to(x.dtype)
+    if torch.is_grad_enabled():
+        return _Convolution.apply(x, weight)
+    return _convolve(x, weight)
 
 
 def plain_rms_norm(
@@ -271,3 +283,37 @@ class _Rotated(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         grad_x = _rotate_(grad.clone(), heads=ctx.heads, cos=cos, sin=-sin)
         return grad_x, None, None, None
+
+
+def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+    taps = weight.shape[1]
+    T = x.shape[-2] - taps + 1
+    out = x[..., :T, :] * weight[:, 0]
+    for tap in range(1, taps):
+        out.addcmul_(x[..., tap : tap + T, :], weight[:, tap])
+    return out
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        trains = ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight, x if trains else None)
+        return _convolve(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight, x = ctx.saved_tensors
+        taps = weight.shape[1]
+        T = grad.shape[-2]
+        grad_x = grad.new_zeros(*grad.shape[:-2], taps - 1 + T, grad.shape[-1])
+        for tap in range(taps):
+            grad_x[..., tap : tap + T, :].addcmul_(grad, weight[:, tap])
+        if x is None:
+            return grad_x, None
+        grad_weight = torch.empty_like(weight)
+        for tap in range(taps):
+            products = x[..., tap : tap + T, :] * grad
+            grad_weight[:, tap] = products.flatten(0, -2).sum(0)
+        return grad_x, grad_weight

@@ -44,7 +44,7 @@ class GemmaLayer(Layer):
         self.pre_feedforward_layernorm = config.norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = config.norm(config.hidden_size, config.rms_norm_eps)
 
-    def attend(
+    def first_half(
         self,
         x: Tensor,
         cos: Tensor | None,
@@ -54,7 +54,7 @@ class GemmaLayer(Layer):
         out = self.self_attn(self.input_layernorm(x), cos, sin, context=context, residual=None)
         return x + self.post_attention_layernorm(out)
 
-    def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
+    def second_half(self, x: Tensor, tile: int | None = None) -> Tensor:
         out = self.mlp(self.pre_feedforward_layernorm(x), residual=None, tile=tile)
         return x + self.post_feedforward_layernorm(out)
 

@@ -81,5 +81,5 @@ class GraniteHybridLayer(Layer):
         del self.mlp
         self.shared_mlp = SharedMLP(config)
 
-    def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
+    def second_half(self, x: Tensor, tile: int | None = None) -> Tensor:
         return self.shared_mlp(self.post_attention_layernorm(x), residual=x, tile=tile)

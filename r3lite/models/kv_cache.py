@@ -1,29 +1,22 @@
 """The KV cache of a batch of sequences, and the attention contexts of the two kinds of pass that fill it.
 
-A token's slot is its position, so a row's slots 0 .. length-1 hold the keys and values of all its tokens so far. A
-`Prefill` gives rows many tokens each, a `Decode` one each.
+What each layer carries is its own affair, see `carried`. For an attention a token's slot is its position, so a row's
+slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives rows many tokens each, a
+`Decode` one each.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
+from r3lite.models.carried import Carried, KeysValues, PrefillSlots, Ring, RingSlots, RowPart
 from r3lite.models.causal_lm import CausalLM
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
-
-
-class _RowPart(NamedTuple):
-    """The part of a prefill that belongs to one row of the cache."""
-
-    row: int
-    share: slice  # of the prefill's N tokens
-    length: int  # of the row, with these tokens
 
 
 class Prefill:
@@ -47,17 +40,20 @@ class Prefill:
         self.positions = torch.tensor([positions]).to(cache.device, non_blocking=True)  # [1, N]
         cache.reserve(max(cached_length + T for cached_length, T in stretches))
         self.masks = StretchMasks(stretches)
-        self.parts: list[_RowPart] = []
+        self.parts: list[RowPart] = []
         first = 0
         for (row, _), (cached_length, T) in zip(additions, stretches):
-            part = _RowPart(
+            part = RowPart(
                 row=row,
                 share=slice(first, first + T),
                 length=cached_length + T,
             )
             self.parts.append(part)
+            if cache.read[row] == cached_length:
+                cache.read[row] = part.length
             cache.lengths[row] = part.length
             first += T
+        self.ring_slots: dict[int, PrefillSlots] = {}  # by the taps of a convolution
 
     def attend(
         self,
@@ -72,10 +68,22 @@ class Prefill:
         masks = self.masks.of(window, q)
         for (row, share, length), mask in zip(self.parts, masks, strict=True):
             new_tokens = share.stop - share.start
-            cached = self.cache.blocks[layer][row : row + 1, :, :length]  # [1, 2 K, S, D], a view
+            cached = self.cache.layers[layer].block[row : row + 1, :, :length]  # [1, 2 K, S, D], a view
             cached[:, :, -new_tokens:] = kv[:, :, share]
             outputs.append(grouped_attention(q[:, :, share], cached, mask, scale=scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """See AttentionContext: x [1, N, C] -> [1, N, C]. Writes x to the cache."""
+        ring = self.cache.layers[layer]
+        if ring.taps not in self.ring_slots:
+            self.ring_slots[ring.taps] = ring.prefill_slots(self.parts)
+        return ring.convolve_prefill(x[0], weight, self.ring_slots[ring.taps], self.parts)[None]
 
 
 class Decode:
@@ -89,19 +97,22 @@ class Decode:
         cache: "KVCache",
         positions: Tensor,
         used: int,
+        padding: int | None = None,
         lengths: Sequence[int] = (),
     ):
-        """`lengths`: how many tokens each row has with its new one, on the host.
+        """`padding`: the position of rows that only pad the pass, if there may be some.
 
-        With them each row reads its own keys only, in an operation of its own; without them one operation reads `used`
-        slots of all rows, under a mask.
+        `lengths`: how many tokens each row has with its new one, on the host. With them each row reads its own keys
+        only, in an operation of its own; without them one operation reads `used` slots of all rows, under a mask.
         """
         self.cache = cache
         self.lengths = lengths
         self.positions = positions  # [B, 1]
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
         self.used = used
+        self.padding = padding
         self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
+        self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
@@ -126,7 +137,7 @@ class Decode:
     ) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
         B, K2, _, D = kv.shape
-        cached = self.cache.blocks[layer][:B]
+        cached = self.cache.layers[layer].block[:B]
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
         cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, 1, 2 K, D]
         # The queries that share a key head are laid end to end, so that the cache is never copied.
@@ -152,18 +163,30 @@ class Decode:
             outputs.append(F.scaled_dot_product_attention(q[row : row + 1], k, v, scale=scale))
         return torch.cat(outputs).reshape(len(outputs), 1, -1)
 
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """See AttentionContext: x [B, 1, C] -> [B, 1, C]. Writes x to the cache."""
+        ring = self.cache.layers[layer]
+        if ring.taps not in self.ring_slots:
+            self.ring_slots[ring.taps] = ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
+        return ring.convolve(x[:, 0], weight, self.ring_slots[ring.taps])[:, None]
+
 
 class KVCache:
-    """KV cache of `rows` sequences for `num_layers` layers; its capacity grows as tokens are added."""
+    """What the layers carry of `rows` sequences; the capacity grows as tokens are added."""
 
-    def __init__(
-        self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, layers: Sequence[Carried], rows: int, dtype: torch.dtype, device: torch.device):
+        """`layers`: what each carries, of all rows."""
+        self.layers = layers
         self.dtype = dtype
         self.device = device
-        empty = torch.zeros(rows, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.blocks = [empty] * num_layers  # each [rows, 2 K, capacity, D]: keys, then values
+        self.capacity = 0  # tokens of a row
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
+        self.read = [0] * rows  # how many of a row's first tokens came by prefills
         # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
         self.counting = torch.arange(rows, device=device)
         scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
@@ -172,27 +195,33 @@ class KVCache:
     @staticmethod
     def of(model: CausalLM, rows: int) -> "KVCache":
         """Returns an empty cache for `rows` sequences of a model, in its dtype and on its device."""
-        return KVCache(
-            num_layers=model.config.num_hidden_layers,
-            rows=rows,
-            kv_heads=model.config.num_key_value_heads,
-            head_dim=model.config.head_dim,
-            dtype=model.head_weight.dtype,
-            device=model.head_weight.device,
-        )
+        config = model.config
+        dtype = model.head_weight.dtype
+        device = model.head_weight.device
+        layers: list[Carried] = []
+        for layer in range(config.num_hidden_layers):
+            taps = config.kind(layer).taps
+            if taps:
+                layers.append(Ring(rows, config.hidden_size, taps, dtype=dtype, device=device))
+            else:
+                keys_values = KeysValues(
+                    rows,
+                    config.num_key_value_heads,
+                    config.head_dim,
+                    dtype=dtype,
+                    device=device,
+                )
+                layers.append(keys_values)
+        return KVCache(layers, rows, dtype=dtype, device=device)
 
     def reserve(self, slots: int) -> None:
         """Makes the cache large enough for `slots` tokens a row, one layer at a time so that only one is held twice."""
-        old_capacity = self.blocks[0].shape[2]
         capacity = -(-slots // BLOCK) * BLOCK
-        if capacity <= old_capacity:
+        if capacity <= self.capacity:
             return
-        for i, block in enumerate(self.blocks):
-            rows, heads, _, D = block.shape
-            # Not F.pad: that fills all of the new block before it copies the old one.
-            self.blocks[i] = block.new_empty(rows, heads, capacity, D)
-            self.blocks[i][:, :, :old_capacity] = block
-            self.blocks[i][:, :, old_capacity:] = 0  # masked, but 0 times what memory held before may be no number
+        for layer in self.layers:
+            layer.reserve(capacity)
+        self.capacity = capacity
         self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 
     def decode(self, rows: int) -> Decode:
@@ -224,15 +253,23 @@ class KVCache:
     def truncate(self, row: int, length: int) -> None:
         """Makes a row end after its first `length` tokens, as if those behind them had never been run.
 
-        What is behind them is masked until it is overwritten; see `wipe` for what a mask does not remove.
+        Drafts are taken back so, or all tokens of a row. See `wipe` for what may be left of them.
         """
+        for layer in self.layers:
+            layer.truncate(row, length, self.lengths[row])
         self.lengths[row] = length
+        self.read[row] = min(self.read[row], length)
 
     def wipe(self, row: int) -> None:
-        """Overwrites all that is behind a row's tokens: a mask does not remove a NaN from a sum."""
-        length = self.lengths[row]
-        for block in self.blocks:
-            block[row, :, length:] = 0
+        """Overwrites what is behind a row's tokens, as far as a number there that is not finite could spread."""
+        for layer in self.layers:
+            layer.wipe(row, self.lengths[row])
+
+    def copyable(self, row: int, count: int) -> int:
+        """Returns the longest prefix of at most `count` tokens that `copy` can take from a row."""
+        for layer in self.layers:
+            count = layer.copyable(count, length=self.lengths[row], read=self.read[row])
+        return count
 
     def copy(
         self,
@@ -240,22 +277,25 @@ class KVCache:
         target: int,
         count: int,
     ) -> None:
-        """Makes the row `target` hold the first `count` tokens of the row `source`."""
-        for block in self.blocks:
-            block[target, :, :count] = block[source, :, :count]
+        """Makes the row `target` hold the first `count` tokens of the row `source`, which are `copyable`."""
+        for layer in self.layers:
+            layer.copy(source, target, count=count, length=self.lengths[source])
         self.lengths[target] = count
+        self.read[target] = min(self.read[source], count)
 
     def clear(self, row: int) -> None:
         """Makes a row as it was when nothing had been written to it."""
-        for block in self.blocks:
-            block[row] = 0
+        for layer in self.layers:
+            layer.clear(row)
         self.lengths[row] = 0
+        self.read[row] = 0
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
         if i == j:
             return
         used = max(self.lengths[i], self.lengths[j])
-        for block in self.blocks:
-            block[[i, j], :, :used] = block[[j, i], :, :used]
-        self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]
+        for layer in self.layers:
+            layer.swap(i, j, used)
+        for counts in (self.lengths, self.read):
+            counts[i], counts[j] = counts[j], counts[i]

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import StretchMasks, grouped_attention
+from r3lite.models.attention import StretchMasks, grouped_attention, preceded_by_zeros
 from r3lite.models.causal_lm import CausalLM
+from r3lite.models.functions import causal_convolution
 
 GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
 
@@ -24,7 +25,7 @@ class Segment:
     """One of a pack's segments, which together are its N tokens in order."""
 
     size: int  # tokens
-    ancestors: tuple[int, ...]  # the segments on the way from the root, by their numbers
+    ancestors: tuple[int, ...]  # the segments on the way from the root, by their numbers; the last comes just before
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,26 @@ class Pack:
             outputs.append(grouped_attention(queries[i], visible, masks[i], scale=scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """See AttentionContext: x [1, N, C] -> [1, N, C]."""
+        count = weight.shape[1] - 1
+        assert count <= GRANULE, "a segment that others follow has at least so many tokens"
+        values = x.split([segment.size for segment in self.segments], dim=1)
+        ends = [of_segment[:, of_segment.shape[1] - count :] for of_segment in values]
+        outputs = []
+        for segment, of_segment in zip(self.segments, values, strict=True):
+            if segment.ancestors:
+                seen = torch.cat((ends[segment.ancestors[-1]], of_segment), dim=1)
+            else:
+                seen = preceded_by_zeros(of_segment, weight)
+            outputs.append(causal_convolution(seen, weight))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
     def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """Returns the tokens [n] that the rows' masks select, after the places [n] of the states that predict them.
 
@@ -142,14 +163,14 @@ def states_at(hidden: Tensor, places: Tensor) -> Tensor:
     return F.embedding(places, hidden[0])
 
 
-def groups(
+def pack_rows(
     rows: Sequence[Sequence[int]],
     max_tokens: int,
     max_rows: int,
 ) -> list[list[int]]:
-    """Returns the indices of rows in groups of at most `max_rows`, whose packs have at most `max_tokens` tokens.
+    """Returns the indices of rows in packs of at most `max_rows` rows and `max_tokens` tokens.
 
-    A longer row forms its own group. Rows with a common prefix stay together.
+    A row with more tokens is a pack of its own. Rows with a common prefix stay together.
     """
     order, shared = _sorted(rows)
     packs: list[list[int]] = []

@@ -22,9 +22,14 @@ from r3lite.models.nf4 import Nf4Weight, dequantize
 from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Layers of some families that are several of these in one (models/granite.py); PEFT knows them by these names.
-JOINT = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
-ADAPTED = (*PROJECTIONS, *JOINT)  # all layers that may have an adapter
+# Layers of some families that are one or several of these; PEFT knows them by these names. A short convolution
+# (models/lfm2.py) reads and writes like an attention.
+ALIASES = {
+    "input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",),
+    "in_proj": ("q_proj", "k_proj", "v_proj"), "out_proj": ("o_proj",),
+    "w1": ("gate_proj",), "w3": ("up_proj",), "w2": ("down_proj",),
+}  # fmt: skip
+ADAPTED = (*PROJECTIONS, *ALIASES)  # all layers that may have an adapter
 # Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
 # 12 to 22 us instead of 31 to 63, 8 rows in 28 to 62 instead of 50 to 65 (two cores with bf16, Qwen2.5-0.5B's shape,
 # r=8).
@@ -33,7 +38,7 @@ FEW_ROWS = 8
 
 def separate(names: Iterable[str]) -> set[str]:
     """Returns the names of PROJECTIONS that names of ADAPTED mean."""
-    return {projection for name in names for projection in JOINT.get(name, (name,))}
+    return {projection for name in names for projection in ALIASES.get(name, (name,))}
 
 
 def of_model(targets: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:

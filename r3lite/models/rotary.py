@@ -69,15 +69,17 @@ def _head_divisors(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
 
 def rotary_angles(
     positions: Tensor,
-    rope: Rope,
+    rope: Rope | None,
     head_dim: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
     The angles are computed in fp32, the results are in `dtype`. In the first half of a head the sines are negated, see
-    `_head_divisors`.
+    `_head_divisors`. Both are None for a layer whose queries and keys are not rotated.
     """
+    if rope is None:
+        return None, None
     head_divisors = _head_divisors(rope, head_dim, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]
     cos = torch.empty(angles.shape, dtype=dtype, device=angles.device)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.models.carried import RingSlots
 from r3lite.models.kv_cache import KVCache
 
 
@@ -53,6 +54,7 @@ class Verification:
             is_token = columns < torch.tensor(counts)[:, None]
             self.unpadded = is_token.to(cache.device, non_blocking=True)
         self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
+        self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
 
     def attend(
         self,
@@ -67,7 +69,7 @@ class Verification:
         T = self.longest
         _, H, _, D = q.shape
         K = kv.shape[1] // 2
-        cached = self.cache.blocks[layer][:B]
+        cached = self.cache.layers[layer].block[:B]
         cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [1, N, 2 K, D]
         k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
         if self.padded is None:
@@ -81,6 +83,18 @@ class Verification:
         if self.unpadded is not None:
             out = out[self.unpadded]  # [N, H, D]
         return out.reshape(1, -1, H * D)
+
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """See AttentionContext: x [1, N, C] -> [1, N, C]. Writes x to the cache."""
+        ring = self.cache.layers[layer]
+        if ring.taps not in self.ring_slots:
+            self.ring_slots[ring.taps] = ring.slots_of(self.rows[0], self.positions[0])
+        return ring.convolve(x[0], weight, self.ring_slots[ring.taps])[None]
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
         """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""

@@ -52,6 +52,7 @@ class RetrievalService:
     def _retrieve(self, request: Record, peer: Peer) -> dict:
         queries = request.texts("queries")
         top_k = request.whole("topk", self.top_k, low=1, high=WHOLE)
+        with_scores = request.flag("return_scores", False)
         if len(queries) > MAX_QUERIES or top_k > self.top_k:
             raise InvalidRecord(
                 f"at most {MAX_QUERIES} queries and {self.top_k} documents per query (--top-k)",
@@ -63,7 +64,6 @@ class RetrievalService:
         for outcome in outcomes:
             if isinstance(outcome, Failure):
                 raise OSError(outcome.reason)
-        with_scores = request.flag("return_scores", False)
         return {"result": [[_entry(document, with_scores) for document in documents[:top_k]] for documents in outcomes]}
 
     def _rank(self, request: Record, peer: Peer) -> dict:

@@ -14,8 +14,8 @@ from r3lite.rewards.registry import LARGEST_REWARD, named_rewards, needs_verdict
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
-ALWAYS = ("format", "process", "outcome")  # the parts of every reward, the first in the records of episodes
-MIN_QUESTIONS = 8  # a reward that is missing for all episodes of so many questions is not missing by chance
+ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
+MIN_QUESTIONS = 8  # if all episodes of so many questions lack a reward, that is not by chance
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class EpisodeReward:
     - Scores, which are only logged: `em`, `f1`, `recall` (None if the question has no gold paragraphs) and, with a
       judge, `judge` (1 if it says that the answer is right).
 
-    `answer_reward` is that of the answer alone: `outcome` and the named rewards for answers; None if the run has no
-    reward for answers.
+    `answer_reward` is the reward of the answer alone: the sum of `outcome` and of the named rewards for answers. None:
+    the run has no reward for answers.
 
     Raises R3LiteError if a reward is not finite or too large for fp32.
     """
@@ -52,9 +52,10 @@ class EpisodeReward:
 
     @property
     def signal(self) -> float:
-        """Returns what tells the episodes of a group apart: the reward of the answer, or the total if there is none.
+        """Returns the number by which a group has variance or not: the answer's reward, or the total without one.
 
-        With the total alone, wrong answers that differ in recall only would count as something to learn from.
+        Refills, expansions and frac_reward_zero_std use it; advantages come from the total. By the total, a group of
+        wrong answers that differ in recall only would count as something to learn from.
         """
         if self.answer_reward is None:
             return self.total
@@ -66,7 +67,7 @@ class EpisodeReward:
         return self.parts.get("judge", self.parts["em"]) == 1.0
 
     def failed(self, below: float | None = None) -> bool:
-        """Returns True if the outcome reward is less than `below`; if that is None, if the answer is wrong."""
+        """Returns whether the outcome reward is less than `below`; without `below`, whether the answer is wrong."""
         if below is None:
             return not self.right
         return self.parts["outcome"] < below
@@ -80,7 +81,7 @@ def highest_outcome(settings: RewardSettings) -> float:
 def outcome_share(reward: EpisodeReward, settings: RewardSettings) -> float:
     """Returns the outcome reward divided by the highest possible one: how right the answer is, from 0 to 1.
 
-    The total does not show that, because format and recall are rewarded for wrong answers, too.
+    The total does not show how right it is, because format and recall are rewarded for wrong answers, too.
     """
     return reward.parts["outcome"] / highest_outcome(settings)
 
@@ -90,10 +91,10 @@ def score(
     settings: RewardSettings,
     verdict: Verdict | None = None,
 ) -> EpisodeReward | None:
-    """Returns the rewards of an episode: each step's is the sum over the rewards of the settings.
+    """Returns the reward of an episode: at each step, the sum of what the settings reward there.
 
-    These are `format`, `process`, `search` and `outcome` (parts.py), and each of `rewards`, at the steps that its
-    function rewards (registry.py).
+    The settings reward by `format`, `process`, `search` and `outcome` (parts.py), and by the functions that --rewards
+    names (registry.py), each at the steps that it chooses.
 
     Returns None, a missing reward, if the retriever failed, if the last turn searched although it had to answer, if a
     reward needs a verdict and there is none, or if a named reward is missing.
@@ -129,8 +130,7 @@ def score_all(
     settings: RewardSettings,
     judge: Judge | None,
 ) -> list[EpisodeReward | None]:
-    """Returns the rewards of each episode, by the judge's verdicts if there is a judge; None: a missing one, see
-    `score`."""
+    """Returns the reward of each episode, by the judge's verdicts if there is a judge; None: missing, see `score`."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)
     rewards = [score(episode, settings, verdict) for episode, verdict in pairs]
@@ -146,9 +146,9 @@ def _refuse_always_missing(
     verdicts: list[Verdict | None],
     settings: RewardSettings,
 ) -> None:
-    """Raises R3LiteError if a named reward is missing for all episodes: a run would go on without learning anything.
+    """Raises R3LiteError if a named reward is missing for all episodes: the run would learn nothing.
 
-    Episodes whose reward is missing for another cause, a failed retriever or a missing verdict, do not count.
+    Episodes that lack a reward for another cause, a failed retriever or a missing verdict, do not count.
     """
     verdict_needed = needs_verdict(settings)
     pairs = []

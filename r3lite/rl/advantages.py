@@ -95,14 +95,14 @@ def _by_group(returns: Tensor, groups: Tensor, advantage: Callable[[Tensor], Ten
     return advantages
 
 
-def share_without_variance(returns: Tensor, groups: Tensor) -> float:
-    """Returns the share of the groups whose returns are all equal, for returns and groups [B]."""
+def share_without_variance(numbers: Tensor, groups: Tensor) -> float:
+    """Returns the share of the groups whose numbers are all equal, for numbers and groups [B]."""
     group_ids = groups.unique()
-    without_variance = sum(all_equal(returns[groups == group]) for group in group_ids)
+    without_variance = sum(all_equal(numbers[groups == group]) for group in group_ids)
     return without_variance / len(group_ids)
 
 
-def all_equal(returns: Tensor) -> bool:
-    """Says if returns are equal, up to the rounding of sums taken in another order."""
-    spread = returns.max() - returns.min()
+def all_equal(numbers: Tensor) -> bool:
+    """Returns whether numbers are equal, up to the rounding of sums that are taken in another order."""
+    spread = numbers.max() - numbers.min()
     return bool(spread < 1e-6)

@@ -27,12 +27,12 @@ class Rollout:
 
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
-    group: int  # the rollouts of one question have the same
+    group: int  # number of the group; the rollouts of one question are a group
     cut_off: bool = False  # it reached a token limit before its answer
-    off_policy: bool = False  # not sampled in this round; its log-probabilities are those of the policy that wrote it
-    failed: bool = False  # its answer is wrong
+    off_policy: bool = False  # not sampled in this round; its log-probabilities are of the policy that wrote it
+    failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions of its N action tokens
-    signal: float | None = None  # by what the rollouts of a group are told apart; None: the sum of its rewards
+    signal: float | None = None  # whether its group has variance is decided by it, see EpisodeReward; None: `total`
 
     @property
     def total(self) -> float:
@@ -43,8 +43,8 @@ class Rollout:
     def with_final_reward(record: TokenRecord, reward: float, group: int) -> "Rollout":
         """Returns an episode whose whole reward is given at its last action, with values 0.
 
-        If a record has no log-probabilities they are 0: the probability of every token under the policy that wrote it
-        is taken to be 1.
+        If a record has no log-probabilities, they are set to 0: the policy that wrote the tokens is taken to have given
+        each the probability 1.
         """
         mask = record.action_mask
         zeros = [0.0] * sum(mask)
@@ -68,21 +68,21 @@ class Batch:
 
     tokens: Tensor  # [B, T] long
     action_mask: Tensor  # [B, T] bool: sampled by the model; the one mask of all losses, means and denominators
-    logprobs: Tensor  # [B, T] of the sampler, at actions
-    values: Tensor  # [B, T] of the critic while sampling, at actions
+    logprobs: Tensor  # [B, T] log-probabilities that the sampler recorded, at actions
+    values: Tensor  # [B, T] values that the critic gave while sampling, at actions
     rewards: Tensor  # [B, T] at actions
-    groups: Tensor  # [B] long
-    cut_off: Tensor  # [B] bool
-    failed: Tensor  # [B] bool
+    groups: Tensor  # [B] long, see Rollout.group
+    cut_off: Tensor  # [B] bool, see Rollout.cut_off
+    failed: Tensor  # [B] bool, see EpisodeReward.failed
     signals: Tensor  # [B] see Rollout.signal
-    teacher: list[TopTokens | None]  # [B] see Rollout
-    off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is off-policy
+    teacher: list[TopTokens | None]  # [B] see Rollout.teacher
+    off_policy: Tensor | None = None  # [B] bool, see Rollout.off_policy; None: no row is off-policy
     # [B, T] at actions: log pi_old, computed by the trainer; None: `logprobs`, those of the sampler, are log pi_old
     trainer_logprobs: Tensor | None = None
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
     value_targets: Tensor | None = None  # [B, T] returns that the critic is trained to predict, at actions
-    weights: Tensor | None = None  # [B, T] of each action token in the loss of its mini-batch
+    weights: Tensor | None = None  # [B, T] weight of each action token in the loss of its mini-batch
 
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
@@ -129,7 +129,7 @@ class Batch:
 
     @property
     def off_policy_actions(self) -> Tensor | None:
-        """The action tokens that are off-policy, [N] bool; None: no row is."""
+        """Which action tokens are off-policy, [N] bool; None: no row is off-policy."""
         if self.off_policy is None:
             return None
         actions_per_row = self.action_mask.sum(-1)
@@ -154,19 +154,19 @@ class Batch:
     def mini_batches(self, size: int, seed: str, by_group: bool) -> list[list[int]]:
         """Returns the rows of each mini-batch of an epoch, shuffled by `seed`: whole groups with `by_group`, else rows.
 
-        These are the fewest mini-batches of at most `size` on-policy rows, about equally large, so that no small rest
-        makes a step of its own. Groups whose size does not divide a mini-batch are split between two. An off-policy row
-        goes with the row before it.
+        There are as few mini-batches of at most `size` on-policy rows as possible, and they are about equally large, so
+        that no step has a small rest alone. A group that crosses a boundary is split between two mini-batches. An
+        off-policy row goes with the row before it.
         """
         if by_group:
-            shuffled = [self._rows_of_group(group) for group in self.groups.unique()]
+            blocks = [self._rows_of_group(group) for group in self.groups.unique()]
         else:
-            shuffled = [[row] for row in range(len(self))]
-        random.Random(seed).shuffle(shuffled)
-        units: list[list[int]] = []  # an on-policy row each, with the off-policy rows that go with it
-        for row in chain.from_iterable(shuffled):
+            blocks = [[row] for row in range(len(self))]
+        random.Random(seed).shuffle(blocks)
+        units: list[list[int]] = []  # each an on-policy row, with the off-policy rows that go with it
+        for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
-                units[-1].append(row)  # needs `by_group`: only then is the row before it one of its own group
+                units[-1].append(row)  # needs `by_group`: only then is the row before it one of the same group
             else:
                 units.append([row])
         count = math.ceil(len(units) / size)
@@ -212,7 +212,7 @@ def _signal(rollout: Rollout) -> float:
 class ActionTokens:
     """The numbers of the N action tokens of a micro-batch, on the device: tensors [N] in row-major order.
 
-    A tensor that the batch does not have is None here, too. `actions[rows]` is a slice of all of them.
+    A tensor that the batch does not have is None here, too. `actions[places]` has the same slice of each tensor.
     """
 
     old_logprobs: Tensor  # log pi_old, the denominator of the ratios
@@ -256,10 +256,10 @@ class ActionTokens:
         means = [episode.mean().expand(len(episode)) for episode in log_ratios.split(lengths)]
         return replace(self, episode_log_ratios=torch.cat(means))
 
-    def __getitem__(self, rows: slice) -> "ActionTokens":
+    def __getitem__(self, places: slice) -> "ActionTokens":
         tensors = {}
         for name, x in vars(self).items():
-            tensors[name] = None if x is None else x[rows]
+            tensors[name] = None if x is None else x[places]
         return ActionTokens(**tensors)
 
 

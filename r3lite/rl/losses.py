@@ -4,9 +4,9 @@ Pure functions. A loss takes and returns tensors of one shape. A normalizer give
 of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens that have a loss and returns their weights
 [B, T], 0 elsewhere.
 
-Metrics are summed over tokens chunk by chunk, and then divided. There are three kinds of tokens, and the name of a
-metric begins with its kind. OFF_POLICY: tokens that the policy did not sample. GUIDED: tokens with a teacher's
-distribution. All others are means over the policy's own tokens that learn from rewards, for every algorithm.
+Metrics are summed over tokens chunk by chunk, and then divided. There are three kinds of tokens. The name of a metric
+begins with the kind over which it is a mean: OFF_POLICY, tokens that the policy did not sample; GUIDED, tokens with a
+teacher's distribution; no prefix, the policy's own tokens that learn from rewards, for every algorithm.
 """
 
 import math
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]  # a loss [N], and metrics [N] by name
-Sums = dict[str, Tensor | int]
+Sums = dict[str, Tensor | int]  # sums over tokens by the name of the metric, and numbers of tokens, see TOKENS
 OFF_POLICY = "off_policy/"
 GUIDED = "teacher/"
 TOKENS = "tokens"  # `<kind>tokens` is the number of tokens of a kind, by which its sums are divided
-MIN_REMAINDER = 1e-6  # of the probability outside of the k tokens: 1 minus a sum in fp32 is not more exact
+MIN_REMAINDER = 1e-6  # least probability of all but the k tokens: in fp32, 1 minus a sum is not exact below it
 
 
 def clipped_surrogate(
@@ -155,7 +155,7 @@ def means_of(sums: Sums) -> dict[str, float]:
 
 
 def _kind(name: str) -> str:
-    """The kind of tokens that a metric is over, by its name; empty: the policy's own tokens that learn from rewards."""
+    """Returns the kind of tokens that a metric is a mean over; empty: the policy's own that learn from rewards."""
     for kind in (OFF_POLICY, GUIDED):
         if name.startswith(kind):
             return kind

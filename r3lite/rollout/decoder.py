@@ -76,7 +76,7 @@ class GraphDecoder(Decoder):
     ):
         super().__init__(model, cache)
         cache.reserve(slots)
-        self.slots = cache.blocks[0].shape[2]
+        self.slots = cache.capacity
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
         # Tokens and positions, which reach the device in one transfer.
@@ -119,7 +119,7 @@ class GraphDecoder(Decoder):
 
         def step() -> Tensor:
             # The context is made within the graph, so that each replay computes the mask from the new positions.
-            context = Decode(self.cache, self.inputs[1, :rows], slots)
+            context = Decode(self.cache, self.inputs[1, :rows], slots, padding=self.slots - 1)
             return self.model(self.inputs[0, :rows], context)
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.

@@ -95,7 +95,7 @@ def _waits(i: int, rows: Several[Row], cache: KVCache, tokens_of_rows: list[list
         common = common_length(rows[i][0], row[0])
         if j < len(tokens_of_rows) and tokens_of_rows[j]:
             later = max(later, common)
-        available = min(common, cache.lengths[j])
+        available = cache.copyable(j, min(common, cache.lengths[j]))
         if available > cached:
             source = j
             cached = available

@@ -19,11 +19,9 @@ class Scheduler:
 
     waiting: list[Sequence]  # without a row
     cache: KVCache
-    rows: list[list[Sequence]] = field(
-        default_factory=list
-    )  # rows[i] are in row i of the cache; their tokens are equal
+    rows: list[list[Sequence]] = field(default_factory=list)  # by row of the cache; the tokens of a row's are equal
     active: int = 0  # number of running rows, which come first
-    last_released: Sequence | None = None  # with all rows free, row 0 of the cache still has its tokens
+    last_released: Sequence | None = None  # if all rows are free, row 0 of the cache still has its tokens
 
     @property
     def running_rows(self) -> list[list[Sequence]]:
@@ -45,10 +43,11 @@ class Scheduler:
             if row:
                 row.append(sequence)
                 continue
-            cached = 0
             if self.last_released and not self.rows:
-                cached = min(self.cache.lengths[0], common_length(sequence, self.last_released))
-            self.cache.truncate(len(self.rows), cached)
+                common = min(self.cache.lengths[0], common_length(sequence, self.last_released))
+                self.cache.copy(0, 0, self.cache.copyable(0, common))
+            else:
+                self.cache.truncate(len(self.rows), 0)
             self._add([sequence])
         del self.waiting[:free]
 
@@ -114,7 +113,7 @@ class Scheduler:
         self.last_released = sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Frees the row of a running sequence, and clears it: its keys and values may be no numbers.
+        """Frees the row of a running sequence, and clears it: its keys and values may not be finite.
 
         The next sequence in the row masks what it has not written, but a mask does not remove a NaN from a sum.
         """

@@ -75,6 +75,7 @@ class Answering(Protocol):
 
     modes: dict[str, str]  # of those that can be asked in, the adapter
     adapters: list[str]
+    learned_modes: list[str]  # of `modes`, those that `auto` chooses from
     notes: dict[str, str]  # by mode, what a person should know who chooses it
     missing: dict[str, str]  # by mode that cannot be asked in, why
     about: dict[str, Any]  # `model`, `adapters`, `documents`: what is served, by name; `examples`: questions

@@ -28,7 +28,7 @@ def speeds(bandwidth: float = 192e9, flops: float = 1e13, launch: float = 0.0, l
 
 
 def test_seconds_of_a_cost_worked_by_hand():
-    cost = Cost(read=20, products=300, launches=4, copied=6)
+    cost = Cost(moved=20, operations=300, launches=4, copied=6)
     # Half of 10 bytes and of 100 operations a second; half a second a launch; half of 2 bytes over the link.
     assert cost.seconds(speeds(10.0, 100.0, 0.5, link=2.0), "fp16") == 4 + 6 + 2 + 6
     assert cost.seconds(speeds(10.0, 100.0, 0.5), "fp16") == pytest.approx(4 + 6 + 2 + 1.2)
@@ -39,20 +39,20 @@ def test_operations_of_a_training_step_are_those_of_the_other_formula():
     """bench.limits counts attention's backward pass twice, as here; products of adapters are not counted."""
     cost = duration.update(SFT, Memory())
     useful = training_flops(BASE, QWEN_TOKENS * 896, 0, layers=24, width=896, tokens=1024)
-    assert cost.products == pytest.approx(useful, rel=0.05)
+    assert cost.operations == pytest.approx(useful, rel=0.05)
     # Half as many more products of the layers if all run again; the head's stay.
     recomputing = duration.update(SFT, Memory(recompute_layers=24))
-    layers = duration.forward(SFT, Memory(), 1, 1024, 512).products
-    assert recomputing.products - cost.products == layers == 1024 * (2 * BASE + 24 * 4 * 896 * 512)
+    layers = duration.forward(SFT, Memory(), 1, 1024, 512).operations
+    assert recomputing.operations - cost.operations == layers == 1024 * (2 * BASE + 24 * 4 * 896 * 512)
     full = duration.update(replace(SFT, full_tuning=True), Memory())
-    assert full.products - cost.products == layers + 2 * QWEN_TOKENS * 896 * 1024
-    assert full.read - cost.read == pytest.approx(40 * 494e6 + 2 * QWEN_TOKENS * 896, rel=1e-2)
+    assert full.operations - cost.operations == layers + 2 * QWEN_TOKENS * 896 * 1024
+    assert full.moved - cost.moved == pytest.approx(40 * 494e6 + 2 * QWEN_TOKENS * 896, rel=1e-2)
 
 
 def test_decoding_is_bound_by_the_weights_as_computed_elsewhere():
     """At 192 GB/s and 512 tokens 0.5B in fp16 decodes 193 tokens/s at batch 1 and 1,479 at batch 8, at most."""
     for rows, limit in ((1, 193), (8, 1479)):
-        assert rows / (duration.decode(ROUND, Memory(), rows, 512).read / 192e9) == pytest.approx(limit, rel=0.05)
+        assert rows / (duration.decode(ROUND, Memory(), rows, 512).moved / 192e9) == pytest.approx(limit, rel=0.05)
 
 
 def test_a_graph_launches_sooner_than_a_host():
@@ -69,20 +69,20 @@ def test_a_round_is_made_of_steps_of_decoding_passes_and_optimizer_steps():
     assert duration.sample(ROUND, memory, 8) == prompt + step * 512
     # In four rows at a time twice as many steps are taken, each as cheap as the weights' reading allows.
     halves = duration.sample(ROUND, replace(memory, rollout_batch_size=4), 8)
-    assert halves.read / duration.sample(ROUND, memory, 8).read == pytest.approx(2, rel=0.05)
+    assert halves.moved / duration.sample(ROUND, memory, 8).moved == pytest.approx(2, rel=0.05)
     # 256 + 8 x 512 tokens in one pass, the prompt not again in each; 8 x 512 logits.
     tokens = 256 + 8 * 512
     expected = tokens * (2 * BASE + 24 * 4 * 896 * 384) + 2 * 8 * 512 * QWEN_TOKENS * 896
-    assert duration.score(ROUND, memory).products == expected
-    assert duration.packs(ROUND, memory, 8, 8).tokens == tokens
-    assert duration.packs(ROUND, replace(memory, micro_batch_tokens=256 + 2 * 512), 8, 8).passes == 4
+    assert duration.score(ROUND, memory).operations == expected
+    assert duration.count_packs(ROUND, memory, 8, 8).tokens == tokens
+    assert duration.count_packs(ROUND, replace(memory, micro_batch_tokens=256 + 2 * 512), 8, 8).passes == 4
     for twice in (replace(ROUND, epochs=2), replace(ROUND, episodes=16)):
         assert duration.update(twice, memory) == duration.update(ROUND, memory) * 2
 
 
 def test_nf4_is_counted_by_what_its_products_move_and_launch():
     dense, nf4 = (duration.forward(ROUND, Memory(nf4=quantized), 1, 1, 512) for quantized in (False, True))
-    assert nf4.read == 4 * dense.read == 8 * BASE and nf4.products == dense.products
+    assert nf4.moved == 4 * dense.moved == 8 * BASE and nf4.operations == dense.operations
     assert nf4.launches - dense.launches == 24 * 16 * 10
 
 
@@ -91,18 +91,22 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     assert predict(ROUND, memory) is None
     assert predict(replace(ROUND, speeds=speeds(), dtype="fp32"), memory) is None, "it was not measured in fp32"
     predicted = predict(replace(ROUND, speeds=speeds(), scores=True, steps=5), memory)
-    assert list(predicted.phases) == ["sample", "score", "update"] and predicted.run == 5 * predicted.seconds
+    assert list(predicted.phases) == ["sample", "score", "update"] and predicted.run_seconds == 5 * predicted.seconds
     line = predicted.line()
     assert line.startswith("about ") and " for a round (sample " in line and "up to" not in line
     assert " if every episode has 768 tokens, the most it may; " in line
     assert line.endswith(" for the run of 5. Within a factor of two, from this device's speed just now")
     step = predict(replace(SFT, speeds=speeds(), mean_tokens=100.0, writes=40.0), memory)
-    assert list(step.phases) == ["update"] and step.run is None
-    assert " for a step; the run: a step times their number, which --max-steps sets. " in step.line()
+    assert list(step.phases) == ["update"] and step.run_seconds is None
+    assert " for a step; --max-steps sets how many the run takes. " in step.line()
     longest = predict(replace(SFT, speeds=speeds()), memory)
     assert longest.seconds > 8 * step.seconds and " if every row has 1,024 tokens, the most it may; " in longest.line()
     asked = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory).line()
-    assert " for sampling 8 episodes if every episode has 768 tokens" in asked and "the run" not in asked
+    assert (
+        " for sampling 8 episodes if every episode has 768 tokens" in asked
+        and "--max-steps" not in asked
+        and "the run" not in asked
+    )
     assert asked.endswith("Within a factor of two, from half the peak speed of the GTX 1650")
 
 
@@ -120,8 +124,8 @@ def test_expanded_episodes_are_sampled_and_learned_from():
     known = replace(ROUND, speeds=speeds())
     plain, more = (predict(replace(known, expanded=count), memory).phases for count in (0, 4))
     assert more["sample"] == plain["sample"] and 0 < more["expand"] <= more["sample"]
-    assert duration.score(replace(ROUND, expanded=4), memory).products == pytest.approx(
-        duration.score(ROUND, memory).products * 1.5, rel=0.05
+    assert duration.score(replace(ROUND, expanded=4), memory).operations == pytest.approx(
+        duration.score(ROUND, memory).operations * 1.5, rel=0.05
     )
     assert more["update"] > 1.3 * plain["update"]
 
@@ -129,16 +133,18 @@ def test_expanded_episodes_are_sampled_and_learned_from():
 def test_validations_are_counted_and_refills_are_named():
     known = replace(ROUND, steps=25, speeds=speeds())
     plain = predict(known, Memory(rollout_batch_size=8))
-    assert plain.validation == 0 and "validation" not in plain.line() + str(plain.report())
+    assert plain.validation_seconds == 0 and "validation" not in plain.line() + str(plain.report())
     validated = predict(replace(known, held_out=16, validate_every=10, refills=3), Memory(rollout_batch_size=8))
     # Twice as many answers as a round has: before the first round, after rounds 10, 20 and 25.
-    assert validated.validation == pytest.approx(2 * plain.phases["sample"], rel=0.01) and validated.validations == 4
-    assert validated.run == pytest.approx(25 * plain.seconds + 4 * validated.validation)
+    assert validated.validation_seconds == pytest.approx(2 * plain.phases["sample"], rel=0.01)
+    assert validated.validation_count == 4
+    assert validated.run_seconds == pytest.approx(25 * plain.seconds + 4 * validated.validation_seconds)
     assert validated.seconds == plain.seconds
-    assert f", without up to 3 refills; {in_words(validated.validation)} for a validation; " in validated.line()
-    assert validated.report()["validation"] == round(validated.validation, 4)
+    assert f", without up to 3 refills; {in_words(validated.validation_seconds)} for a validation; " in validated.line()
+    assert validated.report()["validation"] == round(validated.validation_seconds, 4)
     unknown = replace(validated, workload=replace(validated.workload, steps=None))
-    assert unknown.run is None and f"; {in_words(validated.validation)} for a validation; the run" in unknown.line()
+    assert unknown.run_seconds is None
+    assert f"; {in_words(validated.validation_seconds)} for a validation; --max-steps sets" in unknown.line()
 
 
 # Beside what was measured

@@ -20,10 +20,12 @@ from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
 from r3lite.models import lora
-from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.causal_lm import LayerKind, ModelConfig
 from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import KVCache
+from r3lite.models.lfm2 import Lfm2Layer, Lfm2Trunk
+from r3lite.models.rotary import Rope
 from r3lite.models.saving import save_nf4
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.layout import Layout
@@ -109,6 +111,17 @@ def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed,
             "norm": ZeroCentredRMSNorm,
             "sliding_window": 300,
             "head_dim": 64,
+        },
+        {
+            "model_type": "lfm2",
+            "qkv_bias": False,
+            "qk_norm": True,
+            "layer": Lfm2Layer,
+            "trunk": Lfm2Trunk,
+            "layer_kinds": (LayerKind(None, taps=3), LayerKind(None, taps=3), LayerKind(Rope(10_000.0))) * 2,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "norm_eps": 1e-6,
+            "block_auto_adjust_ff_dim": False,
         },
     ],
     ids=lambda family: family["model_type"],
@@ -286,12 +299,11 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
     assert "last updates" not in planner.standing(w, Memory()) | planner.standing(replace(kept, on_cuda=True), Memory())
 
     with LiveTensors() as counter:
-        c, weight = model.config, model.head_weight
-        cache = KVCache(3, 4, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+        cache = KVCache.of(model, 4)
         for T in range(100, 701, 100):
             cache.reserve(T)
     block = planner.kv_bytes(w, 4, w.row_tokens) // (3 + 1)
-    assert held(cache.blocks) == 3 * block
+    assert held([layer.block for layer in cache.layers]) == 3 * block
     assert counter.peak <= planner.kv_bytes(w, 4, w.row_tokens)
 
 

@@ -86,8 +86,7 @@ def test_fewer_activations_are_kept(adapted):
 
 def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
     model = adapted(True)
-    c = model.config
-    cache = KVCache(c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim, torch.float32, torch.device("cpu"))
+    cache = KVCache.of(model, 2)
     with torch.no_grad(), use_adapter(model, "policy"):
         whole, parts = model(IDS), []
         for part in (slice(0, 11), slice(11, None)):

@@ -25,12 +25,6 @@ def rows() -> list[list[int]]:
     return [row[:length].tolist() for row, length in zip(ids, LENGTHS)]
 
 
-def new_cache(model) -> KVCache:
-    c = model.config
-    cpu = torch.device("cpu")
-    return KVCache(c.num_hidden_layers, len(LENGTHS), c.num_key_value_heads, c.head_dim, torch.float32, cpu)
-
-
 def by_themselves(model, rows) -> list[torch.Tensor]:
     found = []
     for row in rows:
@@ -48,7 +42,7 @@ def in_a_pack(model, rows) -> list[torch.Tensor]:
 
 def in_a_cache(model, rows) -> list[torch.Tensor]:
     """The first half of each row in one prefill, three tokens one by one, the rest in another prefill."""
-    cache, found = new_cache(model), [[] for _ in rows]
+    cache, found = KVCache.of(model, len(LENGTHS)), [[] for _ in rows]
 
     def prefill(parts: list[list[int]]) -> None:
         given = [(i, part) for i, part in enumerate(parts) if part]
@@ -82,3 +76,4 @@ def test_states_are_the_same_in_every_context(model, rows, way):
 @pytest.mark.parametrize("kind", [CausalRows, Pack, Prefill, Decode])
 def test_all_contexts_have_the_interface(kind):
     assert inspect.signature(kind.attend) == inspect.signature(AttentionContext.attend)
+    assert inspect.signature(kind.convolve) == inspect.signature(AttentionContext.convolve)

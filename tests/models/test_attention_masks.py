@@ -89,8 +89,7 @@ def a_pack(model) -> None:
 
 def a_cache(model) -> None:
     """Prompts of odd lengths, single tokens, documents after them, past the end of a block."""
-    c = model.config
-    cache = KVCache(c.num_hidden_layers, 3, c.num_key_value_heads, c.head_dim, model.head_weight.dtype, CPU)
+    cache = KVCache.of(model, 3)
     for counts in ((5, 41, BLOCK - 2), (1, 1, 1), (13, 1, 30), (1, 1, 1)):
         if max(counts) == 1:
             model(tokens(3, 1), cache.decode(3))

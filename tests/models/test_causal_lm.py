@@ -32,11 +32,6 @@ def step(model, cache, ids) -> torch.Tensor:
     return hidden
 
 
-def new_cache(model, rows: int) -> KVCache:
-    c, weight = model.config, model.head_weight
-    return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
-
-
 def tokens(model, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -69,7 +64,7 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100, every:
     ids = tokens(model, rows, max(total))
     head = model.head_weight[::every]
     expected = model(ids) @ head.T  # what follows a row's end cannot change what precedes it
-    cache, done, worst = new_cache(model, rows), [0] * rows, 0.0
+    cache, done, worst = KVCache.of(model, rows), [0] * rows, 0.0
     for counts in [list(prompts), *[[1] * rows] * decoded, observations, *[[1] * rows] * decoded]:
         parts = [ids[i, start : start + count] for i, (start, count) in enumerate(zip(done, counts))]
         states = step(model, cache, torch.stack(parts)) if max(counts) == 1 else prefilled(model, cache, parts)
@@ -131,7 +126,7 @@ def test_rows_that_are_swapped_and_left_out_keep_their_cache(small_model):
     model = small_model()
     ids = tokens(model, 3, 12)
     expected = model(ids)
-    cache = new_cache(model, 3)
+    cache = KVCache.of(model, 3)
     prefilled(model, cache, ids[:, :5])
     cache.swap(0, 2)
     hidden = prefilled(model, cache, ids[[2, 1], 5:9])  # row 0 waits in the last place

@@ -12,11 +12,12 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import FAMILIES, read_config
+from r3lite.models.kv_cache import KVCache
 from r3lite.models.lora import adapter_parameters, add_adapter, load_adapter, merge_adapter, save_adapter, set_adapter
 from r3lite.models.packing import Pack
 from r3lite.models.saving import save_merged
 from r3lite.models.weights import checkpoint_tensors, load_model
-from tests.models.test_causal_lm import cache_error, new_cache, prefilled, step
+from tests.models.test_causal_lm import cache_error, prefilled, step
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,6 +62,9 @@ NEW = {
     "gemma3-window": {"model_type": "gemma3_text", "sliding_window": 130, "head_dim": 16, "query_pre_attn_scalar": 90,
                       "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
                                           "full_attention": {"rope_type": "linear", "factor": 8.0}}, **SHARP},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], **SHARP},
+    "lfm2-taps": {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 5, "norm_eps": 1e-3,
+                  "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.1, "tie_word_embeddings": False, **SHARP},
 }  # fmt: skip
 WINDOWED = [kind for kind in NEW if "window" in kind]
 LONG = 2000  # tokens, of models that are small enough for these
@@ -170,7 +174,7 @@ def test_64_greedy_tokens_are_those_of_transformers(folders, kind):
     theirs.generation_config.eos_token_id = None
     prompt = torch.randint(SMALL["vocab_size"], (1, 60), generator=torch.Generator().manual_seed(2))
     expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 60:].tolist()
-    cache = new_cache(model, 1)
+    cache = KVCache.of(model, 1)
     (hidden,) = prefilled(model, cache, prompt)
     written = [model.logits(hidden[-1]).argmax().item()]
     while len(written) < 64:
@@ -248,7 +252,7 @@ def test_a_family_s_defaults_are_those_of_transformers(tmp_path, model_type):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
     ours = read_config(tmp_path)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 4)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rms_norm_eps == (theirs.norm_eps if model_type == "lfm2" else theirs.rms_norm_eps)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     ropes = theirs.rope_parameters
     assert ours.rope_theta == ropes.get("full_attention", ropes)["rope_theta"]

@@ -77,7 +77,7 @@ def test_cached_decoding_in_fp16_is_the_uncached(models):
     row = ROWS[0]
     with torch.no_grad():
         whole = model(torch.tensor([row]))[0]
-        cache = KVCache(3, 1, 2, 16, torch.float16, CPU)
+        cache = KVCache.of(model, 1)
         prefill = Prefill(cache, [(0, row[:30])])
         states = [model(prefill.tokens, prefill)[0]]
         states += [model(torch.tensor([[token]]), cache.decode(1))[0] for token in row[30:]]

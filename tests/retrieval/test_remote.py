@@ -117,6 +117,14 @@ def test_the_form_of_search_r1(served):
     assert reply["result"][0][0]["contents"] == first["document"]["contents"] and len(reply["result"][0]) == 5
 
 
+def test_a_request_is_read_whole_before_anything_is_searched(running):
+    searches = []
+    service = running(server.Server(server.RetrievalService(searches.append, None, 5), "127.0.0.1", 0))
+    status, reply = ask(service, {"queries": ["Town 7"], "return_scores": "yes"})
+    assert status == 400 and "return_scores" in reply["error"]
+    assert searches == []
+
+
 def test_reranking_as_a_service(served, local, running):
     documents = ["aa", "aaaa", "a"]
     status, reply = ask(served, {"query": "q", "documents": documents}, "/rerank")

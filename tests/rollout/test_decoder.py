@@ -16,8 +16,7 @@ ROWS, SLOTS = 6, 2 * BLOCK
 
 
 def cache_of(model) -> KVCache:
-    c, weight = model.config, model.head_weight
-    return KVCache(c.num_hidden_layers, ROWS, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+    return KVCache.of(model, ROWS)
 
 
 class Replayed:
@@ -61,16 +60,16 @@ def test_graphs_of_layers_with_windows_give_what_the_model_gives(model):
     windowed = CausalLM(dataclasses.replace(model.config, layer_kinds=kinds)).requires_grad_(False).eval()
     windowed.load_state_dict(model.state_dict())
     graphs, _ = compared(windowed, Replayed())
-    assert graphs.works and all(block.isfinite().all() for block in graphs.cache.blocks)
+    assert graphs.works and all(layer.block.isfinite().all() for layer in graphs.cache.layers)
 
 
 @torch.no_grad()
 def test_graphs_give_what_the_model_gives(model):
     capture = Replayed()
     graphs, plain = compared(model, capture)
-    for one, other in zip(graphs.cache.blocks, plain.cache.blocks):
+    for one, other in zip(graphs.cache.layers, plain.cache.layers):
         for row, used in enumerate(plain.cache.lengths):
-            assert torch.allclose(one[row, :, :used], other[row, :, :used], atol=1e-5)
+            assert torch.allclose(one.block[row, :, :used], other.block[row, :, :used], atol=1e-5)
     assert list(graphs.graphs) == BUCKETS and capture.count == len(BUCKETS)
 
 

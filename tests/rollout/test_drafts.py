@@ -287,9 +287,9 @@ def test_a_pass_over_drafts_equals_one_token_after_the_other(small_model, counts
             expected.append(model(single.tokens, single)[0, 0])
     assert torch.allclose(hidden, torch.stack(expected), atol=1e-5)
     assert caches[0].lengths == caches[1].lengths
-    for one, other in zip(caches[0].blocks, caches[1].blocks):
+    for one, other in zip(caches[0].layers, caches[1].layers):
         for row, length in enumerate(caches[0].lengths):
-            assert torch.allclose(one[row, :, :length], other[row, :, :length], atol=1e-5)
+            assert torch.allclose(one.block[row, :, :length], other.block[row, :, :length], atol=1e-5)
 
 
 def sequence_of(tokens, question=None):
@@ -363,4 +363,4 @@ def test_drafts_stop_where_they_are_refused():
 def test_without_drafts_nothing_is_verified(engine_of, counted):
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20), Sampler(0.0))
     _, _, verified = counted.of(lambda: plain.run(questions(1), ["a"], nothing))
-    assert plain.begin([], 1)[1].drafter is None and not verified
+    assert plain.scheduler_and_decoder([], 1)[1].drafter is None and not verified

@@ -232,7 +232,7 @@ def test_a_row_without_numbers_ends_alone_and_leaves_none_in_its_row(lanes_of, v
     assert f"question {'#' * 20}: the model's logits are not finite: model.layers.0 was the first" in str(bad.error)
     assert {s.question.id: s.tokens for s in sound} == expected and not any(s.error for s in sound)
     scheduler, _ = lanes.lanes[None]
-    assert all(block.isfinite().all() for block in scheduler.cache.blocks)
+    assert all(layer.block.isfinite().all() for layer in scheduler.cache.layers)
 
 
 def test_who_asks_again_what_had_no_numbers_is_told_again(lanes_of, visitor, model, layout):

@@ -8,7 +8,11 @@ import torch
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
+from r3lite.models.carried import KeysValues
+from r3lite.models.causal_lm import LayerKind
 from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.lfm2 import Lfm2Layer, Lfm2Trunk
+from r3lite.models.rotary import Rope
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.engine import Engine
@@ -79,12 +83,12 @@ def head():
 def say(model, tokenizer, head):
     """Samples the episodes of some names in one run; counts the tokens and rows of the model's passes."""
 
-    def run(names, retrieve=documents, draft_tokens=0, **memory):
+    def run(names, retrieve=documents, draft_tokens=0, network=model, **memory):
         layout = Layout(tokenizer, PROTOCOL, LENGTHS)
-        engine = TurnsEngine(model, layout, Sampler(), Grant(Memory(**memory)), head, draft_tokens=draft_tokens)
+        engine = TurnsEngine(network, layout, Sampler(), Grant(Memory(**memory)), head, draft_tokens=draft_tokens)
         engine.names = tuple(names)
         passes = []
-        handle = model.register_forward_pre_hook(lambda module, inputs: passes.append(inputs))
+        handle = network.register_forward_pre_hook(lambda module, inputs: passes.append(inputs))
         sequences = engine.run([QUESTION] * len(names), list(names), retrieve)
         handle.remove()
         return sequences, passes
@@ -98,7 +102,7 @@ def assert_same(together, alone):
         assert (one.steps, one.step_ends, one.finish) == (other.steps, other.step_ends, other.finish)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert one.values == pytest.approx(other.values, abs=1e-4)
-        assert one.stream.random() == other.stream.random()
+        assert one.stream.getstate() == other.stream.getstate()
 
 
 def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):
@@ -110,6 +114,17 @@ def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):
         assert_same(together, alone)
     again, _ = say(TURNS, draft_tokens=7, rollout_batch_size=6)
     assert [s.logprobs + s.values for s in again] == [s.logprobs + s.values for s in together]  # to the bit
+
+
+def test_a_state_is_shared_as_keys_and_values_are(say, small_model, tokenizer):
+    """With drafts, whose states must be taken back in a row that is copied as in that which it is copied from."""
+    kinds = (LayerKind(None, taps=3), LayerKind(Rope(10_000.0)))
+    form = {"layer": Lfm2Layer, "trunk": Lfm2Trunk, "qk_norm": True, "qkv_bias": False, "layer_kinds": kinds}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": tokenizer.size + 13}
+    network = small_model(**sizes, **form)
+    alone = [say(name, network=network)[0][0] for name in TURNS]
+    together, _ = say(TURNS, network=network, draft_tokens=7, rollout_batch_size=4)
+    assert_same(together, alone)
 
 
 def test_each_common_prefix_is_prefilled_once(say):
@@ -218,7 +233,8 @@ def test_a_row_waits_for_the_one_that_has_its_prefix_in_the_same_pass():
         (1000, [[(0, 40), (3, 2)], [(1, 20)], [(2, 1)]]),
         (30, [[(0, 30)], [(0, 10), (3, 2)], [(1, 20)], [(2, 1)]]),
     ):
-        cache = KVCache(1, 4, 2, 4, torch.float32, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        cache = KVCache([KeysValues(4, 2, 4, torch.float32, cpu)], 4, torch.float32, cpu)
         rows = [[sequence_of(text)] for text in texts]
         passes = []
         for parts in prefills(rows, 4, cache, limit):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from r3lite.core.episode import Document, Question
+from r3lite.models.carried import KeysValues
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.sampling import Sampler
@@ -136,19 +137,21 @@ def test_a_retriever_that_fails_stops_the_rollout(talkative):
 
 
 def test_copied_and_exchanged_rows():
-    cache = KVCache(2, 3, 2, 4, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    layers = [KeysValues(3, 2, 4, torch.float32, cpu) for _ in range(2)]
+    cache = KVCache(layers, 3, torch.float32, cpu)
     torch.manual_seed(0)
     prefill = Prefill(cache, [(row, [0] * count) for row, count in enumerate((5, 9, 2))])
     for layer in range(2):
         prefill.attend(layer, torch.randn(1, 2, 16, 4), torch.randn(1, 4, 16, 4))
-    before = [block.clone() for block in cache.blocks]
+    before = [layer.block.clone() for layer in layers]
     cache.swap(0, 1)
     assert cache.lengths == [9, 5, 2]
     cache.copy(0, 2, 7)
     assert cache.lengths == [9, 5, 7]
-    for block, old in zip(cache.blocks, before):
-        assert torch.equal(block[0, :, :9], old[1, :, :9]) and torch.equal(block[1, :, :5], old[0, :, :5])
-        assert torch.equal(block[2, :, :7], old[1, :, :7])
+    for layer, old in zip(layers, before):
+        assert torch.equal(layer.block[0, :, :9], old[1, :, :9]) and torch.equal(layer.block[1, :, :5], old[0, :, :5])
+        assert torch.equal(layer.block[2, :, :7], old[1, :, :7])
 
 
 def test_the_block_wise_inverse_cdf_equals_the_plain_one():

@@ -17,6 +17,7 @@ from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 class Echo:
     """Answers with the question's own words; `slow`: seconds between them."""
 
+    learned_modes: list = field(default_factory=lambda: ["chat", "reasoning", "search"])
     notes: dict = field(default_factory=dict)
     missing: dict = field(default_factory=dict)
     about: dict = field(

@@ -240,11 +240,12 @@ def test_many_at_once_each_get_their_own(serving):
 def test_auto_does_not_choose_what_no_adapter_has_learned(serving):
     running = serving()
     generate(running, query="how many apples are 3 and 4")
-    running.answering.notes["reasoning"] = "it guesses"
+    running.answering.learned_modes.remove("reasoning")
     generate(running, query="how many apples are 3 and 4")
     assert [ask.mode for ask in running.answering.asked] == ["reasoning", "search"]
     running.answering.missing["search"] = "nothing to search"
     del running.answering.modes["search"]
+    running.answering.learned_modes.remove("search")
     generate(running, query="how many apples are 3 and 4")
     assert running.answering.asked[-1].mode == "chat"
     status, reply = generate(running, query="x", mode="search")

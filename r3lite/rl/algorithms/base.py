@@ -17,7 +17,7 @@ from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.settings import LengthSettings, RLSettings
 
 GAIN = 0.1  # K_beta in section 2.2 of arXiv 1909.08593
-MAX_ERROR = 0.2  # the bound of its e_t
+MAX_ERROR = 0.2  # the bound of e_t in that section
 
 
 class KlFactor:
@@ -46,7 +46,7 @@ class KlFactor:
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is none."""
+        """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
         record = Record(state, Source("the checkpoint's weight of the KL", "Pass another checkpoint."))
         self.factor = record.number("factor")
 
@@ -55,7 +55,7 @@ class Algorithm:
     """The base class: PPO's clipped loss, KL in the reward or in the loss, and groups.
 
     The methods stand in the order in which the learner calls them. An algorithm holds its settings and the limits of
-    an episode; its only state is the factor of the KL weight.
+    an episode; its only state is `kl`, the multiplier of the KL weight.
     """
 
     has_critic: ClassVar[bool] = False  # trains a value head with `value_loss`
@@ -66,7 +66,7 @@ class Algorithm:
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
     compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Settings that this algorithm reads and not all others do.
+    # Settings that have an effect with this algorithm, but not with all others.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
@@ -115,14 +115,14 @@ class Algorithm:
         return self.settings.kl_beta * (self.kl.factor * self.kl.scale)
 
     def penalized_rewards(self, batch: Batch) -> Tensor:
-        """Returns the rewards [B, T], less beta KL at every action token if the algorithm has the KL in its reward."""
+        """Returns the rewards [B, T], minus beta KL at every action token if the algorithm has the KL in its reward."""
         if self.kl_in == "loss" or batch.reference is None or not self.settings.kl_beta:
             return batch.rewards
         kl = losses.KL_ESTIMATES[self.estimator](batch.old_logprobs, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     def returns(self, batch: Batch) -> Tensor:
-        """Returns the sum of the rewards [B] of each episode, by which the episodes of a group are compared."""
+        """Returns the sum of the rewards of each episode [B]: advantages compare these sums within a group."""
         return self.penalized_rewards(batch).sum(-1)
 
     def with_advantages(self, batch: Batch) -> Batch:
@@ -142,7 +142,7 @@ class Algorithm:
         return losses.token_mean(batch.action_mask)
 
     def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
-        """Returns the log [N] of the ratio that is clipped, for each action token: by default log pi - log pi_old."""
+        """Returns, for each action token, the log [N] of the ratio that is clipped: by default log pi - log pi_old."""
         return logprobs - actions.old_logprobs
 
     def loss(
