@@ -1,8 +1,8 @@
 """A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`
 (extra gguf), which this file imports.
 
-Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3 and Llama (Mistral is a Llama there).
-Norms and biases stay in fp32, as there.
+Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there) and
+LFM2. Norms, biases and convolutions stay in fp32, as there.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
+from r3lite.models.lfm2 import TAPS, Lfm2Layer
 from r3lite.models.rotary import divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
@@ -71,8 +72,10 @@ def _name(path: str) -> str:
 
 
 def _architecture(config: ModelConfig) -> str:
+    if config.layer is Lfm2Layer and config.rope_scaling is None:
+        return "lfm2"
     if config.layer or config.layer_kinds or config.attention_scale or config.logits_scaling != 1:
-        cause = "r3lite writes GGUF files of qwen2, qwen3, llama and mistral without windows, not of this model"
+        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral without windows and lfm2, not of this model"
         raise R3LiteError(cause, REMEDY, code="gguf-family")
     if config.qkv_bias:
         return "qwen2"
@@ -116,7 +119,7 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(_kv_heads(config))
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -124,9 +127,19 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if architecture == "lfm2":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
     if architecture == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(config.head_dim)
+
+
+def _kv_heads(config: ModelConfig) -> int | list[int]:
+    """Returns the key/value heads of all layers, or of each if some have none."""
+    if not config.layer_kinds:
+        return config.num_key_value_heads
+    return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
 
 
 def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
@@ -134,6 +147,8 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
         type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
         kind = gguf.GGMLQuantizationType[type_name]
         numbers = tensor.detach().float().numpy()
+        if tensor.dim() == 3:  # a convolution, whose channels are by themselves
+            numbers = numbers.squeeze(1)
         heads = _heads(model, name)
         if heads:
             numbers = numbers[np.argsort(row_order(len(numbers), heads))]
@@ -181,4 +196,4 @@ def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
     tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
     for name, tensor in tensors.items():
         stored = replace(header.tensors[_name(name)], heads=_heads(model, name))
-        tensor.copy_(stored[:])
+        tensor.copy_(stored[:].view_as(tensor))
