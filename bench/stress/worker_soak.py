@@ -153,6 +153,8 @@ def run(folder: Path, total: int) -> dict:
         looks = watch(command, output, total)
     finally:
         trouble.is_over.set()
+        if trouble.ident is not None:  # it was started
+            trouble.join()  # it may be starting a worker
         for worker in workers:
             worker.kill()
     rounds = rounds_of(output)
