@@ -67,7 +67,7 @@ def adamw(model: str, data: str, output: Path) -> None:
         (loss / count).backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         shape = config.optimizer.warmup, config.optimizer.min_learning_rate, config.optimizer.learning_rate_schedule
-        optimizer.param_groups[0]["lr"] = RATE * optim.rate(step, STEPS, *shape)
+        optimizer.param_groups[0]["lr"] = RATE * optim.rate_share(step, STEPS, *shape)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         record = {"step": step, "loss": loss.item() / count, "grad_norm": float(norm)}

@@ -60,8 +60,8 @@ def show(protocol: Protocol, step: Step) -> None:
     """Prints what a step was understood to be, and its faults."""
     print(f"analysis: {step.analysis}")
     for search in step.searches:
-        source = f" ({search.source})" if search.source else ""
-        print(f"query: {search.query}{source}")
+        kind = f" ({search.kind})" if search.kind else ""
+        print(f"query: {search.query}{kind}")
     if step.verification:
         print(f"verification: {step.verification}")
     if step.answer is not None:

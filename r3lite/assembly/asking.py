@@ -93,8 +93,8 @@ def evidence(sequence: Sequence) -> str:
     step = sequence.steps[-1]
     lines = []
     for search in step.searches:
-        if search.source:
-            lines.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), COLUMNS))
+        if search.kind:
+            lines.append(textwrap.fill(printable(f"{search.query} ({search.kind}):"), COLUMNS))
         lines += [summary(document) for document in search.documents]
         if not search.documents and not sequence.failure:
             lines.append("  (nothing was found)")

@@ -44,7 +44,7 @@ class Round:
 
     sequences: list[Sequence]
     rewards: list[EpisodeReward | None]  # None: the reward is missing
-    groups: list[int]  # numbers 0, 1, ... without gaps, one for each question that was drawn
+    groups: list[int]  # numbers 0, 1, ... without gaps; a group has the episodes of one question
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
@@ -165,7 +165,7 @@ class RolloutEngine(Protocol):
     grant: Grant
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
-        """Prepares for the episodes of a round, which are sampled with the weights that the policy now has."""
+        """Prepares the engine for a round, whose episodes are sampled with the weights that the policy has then."""
 
     def run(
         self,

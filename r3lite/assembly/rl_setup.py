@@ -144,7 +144,7 @@ def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget 
     optimizer = config.optimizer
     rates = []
     for number in range(1, rounds + 1):
-        rate = optim.rate(
+        rate = optim.rate_share(
             number,
             rounds,
             warmup=optimizer.warmup,

@@ -25,7 +25,7 @@ from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import cast_once
-from r3lite.models.packing import groups, states_before
+from r3lite.models.packing import pack_rows, states_before
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.layout import Layout
@@ -48,7 +48,8 @@ class SFTTrainer:
         self.vocabulary = vocabulary
         self.rows = rows
         self.held_out = held_out
-        self.total, self.row_limit = config.length(len(rows))  # steps; rows after which the run ends, or None
+        # The number of steps; the number of rows after which the run ends, or None.
+        self.total, self.row_limit = config.length(len(rows))
         self.ranks = policy.ranks
         self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
@@ -84,7 +85,7 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            with cast_once(self.policy.model, self.policy.precision.dtype):
+            with cast_once(self.policy.model, self.policy.precision.dtype):  # no weight changes within
                 rank_losses = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device: only now have all of `rank_losses` arrived
         losses = sum_by_name(self.ranks.gather(rank_losses))
@@ -111,9 +112,9 @@ class SFTTrainer:
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over the rows of a step, of which this rank runs its share.
 
-        Returns the loss of each source of rows on this rank: what it adds to the mean, which is divided by the trained
-        tokens of all rows of the step, on all ranks. The numbers are in host memory, but on a GPU they are valid only
-        after the update, which waits for the device.
+        Returns, by source, what this rank's rows add to the mean loss: their summed loss, divided by the trained tokens
+        of all rows of the step, on all ranks. The numbers are in host memory, but on a GPU they are valid only after
+        the update, which waits for the device.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
@@ -168,9 +169,9 @@ class SFTTrainer:
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
-        """Returns this rank's share of the rows, in groups that go through the model together.
+        """Returns this rank's share of the rows, in packs that go through the model together.
 
-        A group has rows of one source only, so that each source's loss is known.
+        A pack has rows of one source only, so that each source's loss is known.
         """
         indices = self.ranks.rows_of_rank([len(row.tokens) for row in rows])
         rows_by_source: dict[str, list[Row]] = {}
@@ -179,13 +180,13 @@ class SFTTrainer:
         limit = self.policy.grant.memory.micro_batch_tokens
         micro_batches = []
         for source_rows in rows_by_source.values():
-            for group in groups([row.tokens for row in source_rows], limit, self.config.sft.batch_size):
-                micro_batches.append([source_rows[i] for i in group])
+            for pack in pack_rows([row.tokens for row in source_rows], limit, self.config.sft.batch_size):
+                micro_batches.append([source_rows[i] for i in pack])
         return micro_batches
 
     def validation_losses(self) -> dict[str, float]:
-        """Returns the mean cross-entropy over the trained tokens of all held-out rows, and of each source's."""
-        # "update" means the figures that limit passes over whole rows, with gradients or without.
+        """Returns the mean cross-entropy over the trained tokens of the held-out rows: of all, and of each source."""
+        # "update" is the phase of passes over whole rows, with gradients or without.
         rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
         sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)

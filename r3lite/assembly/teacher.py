@@ -19,7 +19,7 @@ from r3lite.datasets.teacher_logprobs import Lesson
 from r3lite.datasets.trajectories import Row
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
-from r3lite.models.packing import groups, states_before
+from r3lite.models.packing import pack_rows, states_before
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
@@ -45,16 +45,16 @@ def top_tokens(
     memory = policy.grant.memory
     head = policy.model.head_weight[:vocabulary]  # [V, C]
     tokens_of_rows = [row.tokens for row in rows]
-    for group in groups(tokens_of_rows, memory.micro_batch_tokens, max_rows or len(rows)):
-        group_rows = [rows[i] for i in group]
+    for pack in pack_rows(tokens_of_rows, memory.micro_batch_tokens, max_rows or len(rows)):
+        packed_rows = [rows[i] for i in pack]
         with policy.precision.autocast():
-            tokens = [row.tokens for row in group_rows]
-            masks = [row.action_mask for row in group_rows]
+            tokens = [row.tokens for row in packed_rows]
+            masks = [row.action_mask for row in packed_rows]
             hidden, _ = states_before(policy.model, tokens, masks)
             likeliest = top_logprobs(hidden, head, k=min(top, vocabulary), chunk=memory.loss_chunk)
         likeliest = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
-        parts = likeliest.split([row.loss_tokens for row in group_rows])
-        by_row.update(zip(group, parts, strict=True))
+        parts = likeliest.split([row.loss_tokens for row in packed_rows])
+        by_row.update(zip(pack, parts, strict=True))
     return [by_row[i] for i in range(len(rows))]
 
 

@@ -72,32 +72,31 @@ def folded(text: str) -> str:
 class Question:
     """Holds a question with what its data set has about it.
 
-    `source` is the name of a [[sources]] entry, neither a retriever (`Document.source`) nor a kind of source to search
-    (`Search.source`).
+    `source` names a [[sources]] entry or a mode of the server. It is neither a retriever (`Document.source`) nor a kind
+    of source to search (`Search.kind`).
     """
 
     id: str
     text: str
-    answers: tuple[str, ...]  # accepted ones
+    answers: tuple[str, ...]  # accepted answers
     documents: tuple[Document, ...] = ()  # the paragraphs that come with the question
     gold: tuple[Document, ...] = ()  # the supporting paragraphs
     # How a passage of any corpus is recognized as gold: by title in HotpotQA and 2Wiki, whose titles are unique; by
     # title and text in MuSiQue, where several paragraphs have the same title.
     gold_by: Literal["title", "text"] = "text"
     hops: tuple[Hop, ...] = ()  # the gold decomposition, if the data set has one
-    type: str = ""  # by the data set, such as bridge or comparison
+    type: str = ""  # the data set's type of question, such as bridge or comparison
     earlier: tuple[dict[str, str], ...] = ()  # messages (`role`, `content`) of the conversation before the question
-    source: str = ""  # name of the [[sources]] entry or of the server's mode, which chooses the layout
-    procedure: str = ""  # instructions before the question: how to answer questions of its kind
+    source: str = ""  # chooses the layout
+    procedure: str = ""  # instructions that stand before the question: how to answer such questions
 
     @property
     def hop_count(self) -> int:
-        """Returns the length of the decomposition; without one the number of gold paragraphs, without these 1."""
+        """Returns the length of the decomposition; without one the number of gold paragraphs, and without these 1."""
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """Returns the index of the gold paragraph that `document` is, or a part of which it is; None if there is
-        none."""
+        """Returns the index in `gold` of the paragraph that `document` is, whole or in part; None if it is none."""
         for i, gold in enumerate(self.gold):
             if folded(gold.title) != folded(document.title):
                 continue
@@ -105,7 +104,7 @@ class Question:
                 return i
         return None
 
-    def paragraph(self, document: Document) -> Hashable:
+    def paragraph_key(self, document: Document) -> Hashable:
         """Returns a key that is equal for documents of the same paragraph.
 
         For a gold paragraph or a part of one, the key is the paragraph's index in `gold`. For other documents it is the
@@ -135,19 +134,19 @@ class Search:
 
     query: str
     documents: tuple[Document, ...] = ()
-    source: str = ""  # the kind of source to search, such as News, in formats that name one; it chooses the retriever
+    kind: str = ""  # the kind of source to search, such as News, in formats that name one; it chooses the retriever
 
     def to_json(self) -> dict:
         record = {"query": self.query, "documents": [document.to_json() for document in self.documents]}
-        if self.source:
-            record["source"] = self.source
+        if self.kind:
+            record["source"] = self.kind
         return record
 
     @staticmethod
     def from_json(record: Record) -> "Search":
         documents = tuple(map(Document.from_json, record.records("documents", ())))
         query = record.text("query", blank=True)
-        return Search(query, documents, source=record.text("source", "", blank=True))
+        return Search(query, documents, kind=record.text("source", "", blank=True))
 
 
 @dataclass(frozen=True)
@@ -186,10 +185,10 @@ class Step:
     def to_json(self) -> dict:
         """Returns the step's JSON form.
 
-        A single search without a source has the keys `query` and `documents`; others are in `searches`.
+        A single search without a kind of source has the keys `query` and `documents`; others are in `searches`.
         """
         record = {"analysis": self.analysis}
-        if len(self.searches) == 1 and not self.searches[0].source:
+        if len(self.searches) == 1 and not self.searches[0].kind:
             record |= self.searches[0].to_json()
         elif self.searches:
             record["searches"] = [search.to_json() for search in self.searches]
@@ -225,12 +224,12 @@ class Episode:
     question: Question
     steps: list[Step] = field(default_factory=list)
     finish: str = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING
-    tokens_written: int | None = None  # by the model; None: not known, as of a trajectory
-    failure: str | None = None  # why the retriever failed at a query: then the episode must not be scored
+    tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
+    failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
 
     @property
     def prediction(self) -> str:
-        """Returns the last answer of a step; empty if no step has one."""
+        """Returns the answer of the last step that has one; empty if none has."""
         answers = [step.answer for step in self.steps if step.answer is not None]
         if not answers:
             return ""
@@ -250,7 +249,7 @@ class Episode:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
-        """Returns for each step the indices of the gold paragraphs that no earlier step retrieved."""
+        """Returns, for each step, the indices of the gold paragraphs that it retrieved and no earlier step did."""
         retrieved: set[int] = set()
         by_step = []
         for step in self.steps:
@@ -270,7 +269,7 @@ class Episode:
     def to_json(self) -> dict:
         """Returns a line of episodes.jsonl or predictions.jsonl, without rewards and scores.
 
-        `gold_found` has the ids of the retrieved documents that are gold paragraphs, if the question has gold.
+        `gold_found` has the ids of the retrieved documents that are gold paragraphs, if the question has any.
         """
         record = {
             "id": self.question.id,
@@ -292,7 +291,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for the outcome of a query at which the retriever failed, in place of its documents."""
+    """Stands in place of the documents of a query at which the retriever failed."""
 
     reason: str
 
@@ -303,13 +302,13 @@ Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]
 
 @dataclass(frozen=True)
 class Routes:
-    """Holds a retriever per kind of source. It is a retriever itself, which searches by the default one."""
+    """Holds a retriever for each of some kinds of source. It is a retriever itself, which searches with the default."""
 
-    default: Retrieve  # for searches that name no kind, or one that has no retriever
-    of_kind: Mapping[str, Retrieve]  # by the kind of source, Search.source
+    default: Retrieve  # for searches that name no kind, or a kind without a retriever
+    of_kind: Mapping[str, Retrieve]  # by the kind of source, Search.kind
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
-        """Searches by the default retriever whatever the kind, of which a query says nothing; see `retrieve_all`."""
+        """Searches with the default retriever: these pairs name no kind of source. `retrieve_all` follows the kinds."""
         return self.default(pairs)
 
 
@@ -318,7 +317,7 @@ def retrieve_all(retrieve: Retrieve, searches: Sequence[tuple[Question, Search]]
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
     indices_by_kind: dict[str, list[int]] = {}  # "": the default retriever
     for i, (_, search) in enumerate(searches):
-        kind = search.source if search.source in routes.of_kind else ""
+        kind = search.kind if search.kind in routes.of_kind else ""
         indices_by_kind.setdefault(kind, []).append(i)
     outcomes: dict[int, list[Document] | Failure] = {}  # by the index of the search
     for kind, indices in indices_by_kind.items():

@@ -1,4 +1,4 @@
-"""The tokens of an episode: which of them a model wrote, and the numbers that belong to these.
+"""The tokens of an episode: which of them a model wrote, and the numbers that belong to the written ones.
 
 SFT rows, growing transcripts, sampled sequences and rollouts all hold their tokens in this record.
 """
@@ -12,9 +12,9 @@ class TokenRecord:
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    # [N] of the actions, as sampled; empty if they were not sampled
+    # [N] log-probabilities of the actions when they were sampled; empty if they were not sampled
     logprobs: list[float] = field(default_factory=list)
-    # [N] of the states before the actions, 0 without a critic; empty if the actions were not sampled
+    # [N] values of the states before the actions, 0 without a critic; empty if the actions were not sampled
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

@@ -106,7 +106,7 @@ def planned_searches(question: Question) -> list[Search]:
     """Returns the searches of the plan's nodes, with the gold answers of others filled in."""
     plan = plan_of(question)
     answers = _answers(question)
-    return [Search(node.filled(answers), source=node.source) for node in plan.nodes]
+    return [Search(node.filled(answers), kind=node.kind) for node in plan.nodes]
 
 
 def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
@@ -120,7 +120,7 @@ def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tupl
         searches = []
         for node in level:
             query = node.filled(answers)
-            searches.append(Search(query, tuple(documents_of_node[node.name]), node.source))
+            searches.append(Search(query, tuple(documents_of_node[node.name]), node.kind))
         search_steps.append(Step(analysis, tuple(searches)))
         analysis = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
     return *search_steps, Step(analysis, answer=question.answers[0])

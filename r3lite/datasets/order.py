@@ -36,14 +36,17 @@ class Passes:
 
 
 class Mixture:
-    """Each draw takes a source at random by the weights, and the next row of a pass over that source.
+    """Draws rows: each draw takes a source at random by the weights, and the next row of a pass over that source.
 
     Each pass over a source has a new order. Draws depend on the seed, the sizes and the weights only, so that a resumed
     run, which begins with a later draw, gets the same rows.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: str):
-        """The rows of all sources are numbered one after the other; weights need not add up to 1."""
+        """`sizes` has the number of rows of each source. Rows are numbered source by source.
+
+        Weights need not add up to 1.
+        """
         assert min(sizes) > 0 and len(sizes) == len(weights)
         self.sizes = sizes
         self.weights = weights
@@ -51,8 +54,8 @@ class Mixture:
         self.starts = list(accumulate(sizes, initial=0))
         self._source_stream = random.Random(f"{seed}/sources")
         self._draws = [0] * len(sizes)  # draws of each source so far
-        self._passes: list[list[int]] = [[]] * len(sizes)  # the order of the pass that each is in
-        self._rows = array("q")  # of the draws so far
+        self._passes: list[list[int]] = [[]] * len(sizes)  # the rows of each source in the order of its current pass
+        self._rows = array("q")  # the rows of the draws so far
 
     def rows(self, start: int, stop: int) -> list[int]:
         """Returns the rows of draws `start` to `stop` - 1."""
@@ -90,8 +93,10 @@ def rows_of_step(
     last: int | None,
     mixture: Mixture | None = None,
 ) -> list[int]:
-    """Returns the indices of the rows of step 1, 2, ...: of passes over all `count` rows up to draw `last`, or of a
-    mixture."""
+    """Returns the indices of the rows of step 1, 2, ..., drawn in passes over all `count` rows or from a mixture.
+
+    The run ends after `last` draws, if that is not None.
+    """
     start = (step - 1) * per_step
     stop = step * per_step
     if last is not None:
@@ -150,11 +155,11 @@ class QuestionOrder:
 
 
 def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, Rows]:
-    """Returns rows to train on, and rows held out: at most `fraction` of them and at most `limit`; each by their
-    sources.
+    """Returns rows to train on and rows held out, both by source.
 
-    Rows of one question stay together, whatever their source, since a held-out question's answer must not be known:
-    rows with the same id, and rows that ask the same. At least one question is trained on.
+    At most `fraction` of all rows are held out, and at most `limit`. Rows of one question stay together whatever their
+    source (see `ids_by_question`), since the answer of a held-out question must not be known. At least one question is
+    trained on.
     """
     counts = Counter(row.id for of_source in rows.values() for row in of_source)
     ids = sorted(counts)
@@ -177,13 +182,12 @@ def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, 
 
 
 def ids_by_question(rows: Rows) -> dict[str, set[str]]:
-    """Returns by each id the ids of all rows of the same question.
+    """Returns, for each id, the ids of all rows of its question.
 
-    Rows that ask the same are one question, and so are rows with one id; through a third, two that have neither in
-    common are, too.
+    Two rows are of one question if they have the same id or ask the same, directly or through other rows.
     """
     groups: dict[str, set[str]] = {}
-    first_ids: dict[str, str] = {}  # by the key of a question
+    first_ids: dict[str, str] = {}  # the id of the first row with a key, by the key of what it asks
     for row in (row for of_source in rows.values() for row in of_source):
         group = groups.setdefault(row.id, {row.id})
         key = question_key(row.question)

@@ -13,30 +13,32 @@ from r3lite.evaluation.scores import Marks, metric_parts
 
 RESAMPLES = 10_000
 POOLED = ("em", "f1")  # the metrics of `compare_sets`
-ROUNDING = 1e-12  # a smaller difference is none: sums of the same numbers in another order differ by as much
+ROUNDING = 1e-12  # a smaller difference counts as 0: sums of the same numbers in another order differ by as much
 
 
 # The marks of both models' answers to the same questions, in the same order.
 MarksPair = tuple[Sequence[Marks], Sequence[Marks]]
 
 
-def valid_places(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
-    """Returns the places of the questions at which no retriever failed in any of the evaluations of the same questions.
+def valid_indices(evaluations: Sequence[Sequence[Marks]]) -> list[int]:
+    """Returns the indices of the questions at which the retriever failed in none of the evaluations.
+
+    All evaluations are of the same questions in the same order.
 
     Raises R3LiteError if there is no such question.
     """
     counts = [len(marks) for marks in evaluations]
     count = counts[0]
     assert count > 0 and set(counts) == {count}, f"marks of the same questions are needed, not {counts}"
-    places = []
-    for place in range(count):
-        failed = any(marks[place].failure for marks in evaluations)
+    indices = []
+    for i in range(count):
+        failed = any(marks[i].failure for marks in evaluations)
         if not failed:
-            places.append(place)
-    if not places:
+            indices.append(i)
+    if not indices:
         cause = f"at each of the {count} questions the retriever failed in one of the evaluations"
         raise R3LiteError(cause, "Evaluate again when the retriever works.", code="retriever-failed")
-    return places
+    return indices
 
 
 def compare(
@@ -53,16 +55,16 @@ def compare(
     Tibshirani, An Introduction to the Bootstrap, 1993, section 15.4). With one resample added to each side it is
     never 0.
     """
-    places = valid_places([a, b])
-    parts_of_a = metric_parts([a[place] for place in places])
-    parts_of_b = metric_parts([b[place] for place in places])
+    indices = valid_indices([a, b])
+    parts_of_a = metric_parts([a[i] for i in indices])
+    parts_of_b = metric_parts([b[i] for i in indices])
     names = [name for name in parts_of_a if name in parts_of_b]
     pairs = [[parts_of_a[name], parts_of_b[name]] for name in names]
     table = np.array(pairs, dtype=np.float64)  # [metrics, 2, n, 2]: numerators and denominators of a and b
     known_in_both = (table[..., 1] > 0).all(axis=1)  # [metrics, n]
     table *= known_in_both[:, None, :, None]
     by_question = table.transpose(0, 2, 1, 3)  # [metrics, n, 2, 2]
-    columns = by_question.reshape(len(names), len(places), 4)
+    columns = by_question.reshape(len(names), len(indices), 4)
     sums = resampled_sums(columns, seed, RESAMPLES)
     sums = sums.reshape(1 + RESAMPLES, len(names), 2, 2)
     values = ratios(sums)  # [1 + resamples, metrics, a and b]
@@ -106,16 +108,16 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
 
     Questions at which a retriever failed with any seed are left out.
 
-    Each resample draws questions of every set, independently of the other sets: with d the share of questions on which
-    two models differ in EM, the standard error of the mean of k sets is sqrt(sum of d / n over the sets) / k. What
-    another training seed would change is not in it.
+    Each resample draws questions of every set, independently of the other sets. With d the share of a set's n questions
+    on which two models differ in EM, the standard error of the mean of k sets is sqrt(sum of d / n over the sets) / k.
+    What another training seed would change is not in it.
     """
     by_set = []  # the means [1 + resamples, metrics, a and b] of each set
     for number, pairs in enumerate(sets):
-        places = valid_places([marks for pair in pairs for marks in pair])
+        indices = valid_indices([marks for pair in pairs for marks in pair])
         by_seed = []
         for a, b in pairs:
-            by_seed.append([_pooled(a, places), _pooled(b, places)])
+            by_seed.append([_pooled(a, indices), _pooled(b, indices)])
         means = np.mean(by_seed, axis=0)  # [a and b, metrics, n]
         table = means.transpose(1, 2, 0)
         sums = resampled_sums(table, (seed, number), RESAMPLES)
@@ -127,10 +129,10 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
     }
 
 
-def _pooled(marks: Sequence[Marks], places: Sequence[int]) -> list[list[float]]:
-    """Returns the metrics that `compare_sets` compares, of the questions at n places: [metrics, n]."""
-    em = [marks[place].em for place in places]
-    f1 = [marks[place].f1 for place in places]
+def _pooled(marks: Sequence[Marks], indices: Sequence[int]) -> list[list[float]]:
+    """Returns the metrics that `compare_sets` compares, of the questions at n indices: [metrics, n]."""
+    em = [marks[i].em for i in indices]
+    f1 = [marks[i].f1 for i in indices]
     return [em, f1]
 
 

@@ -9,7 +9,7 @@ from r3lite.core import earlier_output
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import load_toml, names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.records import Record
-from r3lite.evaluation.comparisons import compare, compare_sets, valid_places
+from r3lite.evaluation.comparisons import compare, compare_sets, valid_indices
 from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
@@ -63,7 +63,7 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
     predictions_b = read_predictions(b)
     check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
     marks_a, marks_b = paired_marks(predictions_a, predictions_b)
-    n = len(valid_places([marks_a, marks_b]))
+    n = len(valid_indices([marks_a, marks_b]))
     metrics = compare(marks_a, marks_b, seed)
     comparison = {"n": n, "a": a, "b": b, "metrics": metrics}
     if n < len(marks_a):
@@ -93,7 +93,7 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
     entries = []
     for question_set, metrics in zip(sets, result["sets"], strict=True):
         evaluations = [marks for pair in question_set.marks for marks in pair]
-        n = len(valid_places(evaluations))
+        n = len(valid_indices(evaluations))
         entry = {
             "n": n,
             "a": [a for a, _ in question_set.pairs],

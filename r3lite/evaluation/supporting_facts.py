@@ -34,6 +34,6 @@ def joint(answer: Match, facts: Match) -> Match:
 def retrieved_facts(episode: Episode) -> tuple[Set[Hashable], Set[Hashable]]:
     """Returns the paragraphs that an episode retrieved, each once, and the gold ones."""
     question = episode.question
-    retrieved = set(map(question.paragraph, episode.documents))
+    retrieved = set(map(question.paragraph_key, episode.documents))
     gold = set(range(len(question.gold)))
     return retrieved, gold

@@ -65,10 +65,10 @@ class ModelConfig:
     qkv_bias: bool = True  # biases in q_proj, k_proj and v_proj: Qwen2
     qk_norm: bool = False  # a norm of each query and key head before the rotation: Qwen3, Gemma 3
     layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all have rope_theta, rope_scaling and no window
-    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # attention scores are multiplied by it; None: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
-    rounds_multiplier: bool = False  # it is rounded to the weights' dtype: Gemma
-    logits_scaling: float = 1.0  # that logits are divided by
+    rounds_multiplier: bool = False  # whether embedding_multiplier is rounded to the weights' dtype: Gemma
+    logits_scaling: float = 1.0  # logits are divided by it
     norm: type[nn.Module] = RMSNorm
     activation: Callable[[Tensor], Tensor] = swiglu  # of gate and up, side by side
     layer: "type[Layer] | None" = None  # None: Layer
@@ -190,7 +190,10 @@ class Layer(nn.Module):
         context: AttentionContext,
         tile: int | None = None,
     ) -> Tensor:
-        """Returns the layer's output [B, T, C] for x [B, T, C]; `tile` is explained at MLP."""
+        """Returns the layer's output [B, T, C] for x [B, T, C].
+
+        `tile`, which only models.activation_checkpointing passes, is explained at MLP.
+        """
         return self.second_half(self.first_half(x, cos, sin, context=context), tile)
 
     def first_half(

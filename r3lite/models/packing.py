@@ -163,14 +163,14 @@ def states_at(hidden: Tensor, places: Tensor) -> Tensor:
     return F.embedding(places, hidden[0])
 
 
-def groups(
+def pack_rows(
     rows: Sequence[Sequence[int]],
     max_tokens: int,
     max_rows: int,
 ) -> list[list[int]]:
-    """Returns the indices of rows in groups of at most `max_rows`, whose packs have at most `max_tokens` tokens.
+    """Returns the indices of rows in packs of at most `max_rows` rows and `max_tokens` tokens.
 
-    A longer row forms its own group. Rows with a common prefix stay together.
+    A row with more tokens is a pack of its own. Rows with a common prefix stay together.
     """
     order, shared = _sorted(rows)
     packs: list[list[int]] = []

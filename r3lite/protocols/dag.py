@@ -118,7 +118,7 @@ class Dag(Protocol):
     def first_search(self, question: str) -> Step:
         """Returns a plan of one node. Braces would be references, and a query of braces alone would be none."""
         node = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
-        return Step(SearchPlan((node,)).text(), (Search(question, source=node.source),))
+        return Step(SearchPlan((node,)).text(), (Search(question, kind=node.kind),))
 
     def example(self) -> list[Step]:
         node_a = Node("A", "one short question")

@@ -49,12 +49,12 @@ class Layout:
     protocol: base.Protocol
     lengths: LengthSettings
     opening: Opening = Opening()
-    text: TurnText = field(init=False, repr=False, compare=False)
+    turn_text: TurnText = field(init=False, repr=False, compare=False)
     observations: Observations = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
-        self.text = TurnText(self.tokenizer, self.protocol, self._thoughts)
+        self.turn_text = TurnText(self.tokenizer, self.protocol, self._thoughts)
         self.observations = Observations(self.tokenizer, self.protocol, self._thoughts)
         if isinstance(self.protocol, ThinkingChat):
             self.tokenizer.check_thinking()
@@ -113,16 +113,16 @@ class Layout:
             return True
         if turn[-1] == self.tokenizer.stop_id:
             return True
-        return self.text.ends_with_stop(turn)
+        return self.turn_text.ends_with_stop(turn)
 
     def close_turn(self, transcript: Transcript) -> None:
         """Parses the finished turn into a step and adds it.
 
         Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
         """
-        text = self.text.read(transcript)
+        text = self.turn_text.read(transcript)
         ends_itself = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
-        if transcript.awaiting_answer is not None:
+        if transcript.step_awaiting_answer is not None:
             self._close_answer(transcript, text, ends_itself)
         elif ends_itself:
             self._close_step(transcript, self.protocol.parse(text, transcript.steps))
@@ -130,9 +130,9 @@ class Layout:
             self._close_cut_off(transcript, text)
 
     def _close_step(self, transcript: Transcript, step: Step) -> None:
-        """Adds the step of a turn that the model ended, or has it answer if it may not search any more."""
+        """Adds the step of a turn that the model ended, or forces its answer if the episode may not search any more."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
-        # A step of blank queries ends the episode in any case: it has no searches.
+        # An idle query is blank or repeated. A step of blank ones has no searches, so that it ends the episode anyway.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
@@ -161,10 +161,10 @@ class Layout:
     def _close_answer(self, transcript: Transcript, text: str, ends_itself: bool) -> None:
         """Completes the awaiting step with the turn's answer.
 
-        If the model only repeated our request, it did not answer. A turn that a limit cut off has no answer: see
-        close_turn for `ends_itself`.
+        If the model only repeated our request, it did not answer. A turn that a limit cut off has no answer.
+        `ends_itself`: the model ended the turn, or its text is whole for the protocol, as with a stop string.
         """
-        awaiting = transcript.awaiting_answer
+        awaiting = transcript.step_awaiting_answer
         step = self.protocol.read_answer(text, transcript.steps)
         repeats_request = base.repeats_request(step.answer or "")
         faults = [*awaiting.faults, *step.faults]
@@ -178,8 +178,8 @@ class Layout:
             answer = step.answer
             faults += self._faults_of_answer(answer, transcript)
             transcript.finish = ANSWERED
-        transcript.forced_step = awaiting
-        transcript.awaiting_answer = None
+        transcript.step_of_forced_answer = awaiting
+        transcript.step_awaiting_answer = None
         transcript.add_step(Step(awaiting.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
 
     def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
@@ -195,7 +195,7 @@ class Layout:
         return []
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
-        """Appends the documents of the pending queries, one list per query; forces an answer if none fit."""
+        """Appends the documents of the pending queries, one list per query; forces an answer if no documents fit."""
         transcript.pending = ()
         step, observation = self.observations.fit(transcript, documents, self.lengths)
         transcript.steps[-1] = step
@@ -272,4 +272,4 @@ class Layout:
                 transcript.add_step(step)
             return
         transcript.observe(observation)
-        transcript.awaiting_answer = step or Step()
+        transcript.step_awaiting_answer = step or Step()

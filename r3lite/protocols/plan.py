@@ -63,7 +63,7 @@ class Node:
 
     name: str
     query: str
-    source: str = SOURCES[0]
+    kind: str = SOURCES[0]
 
     @property
     def references(self) -> list[str]:
@@ -77,7 +77,7 @@ class Node:
 
 def searches_of(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxyType({})) -> tuple[Search, ...]:
     """Returns the searches of nodes, with the answers of other nodes filled in."""
-    return tuple(Search(node.filled(answers), source=node.source) for node in nodes)
+    return tuple(Search(node.filled(answers), kind=node.kind) for node in nodes)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SearchPlan:
 
     def text(self) -> str:
         """Returns the plan as `read` reads it."""
-        nodes = [f"{node.name}: {node.query} ({node.source})" for node in self.nodes]
+        nodes = [f"{node.name}: {node.query} ({node.kind})" for node in self.nodes]
         edges = " ; ".join(f"{start} -> {end}" for start, end in self.edges) or NONE
         return "\n".join([NODES, *nodes, f"{EDGES} {edges}"])
 

@@ -75,9 +75,9 @@ class R3(Protocol):
     init_prompt: str
     step_prompt: str  # the user turn with {documents}, perhaps with {question} and {step}, the number of the next step
     system: str | None = None
-    most_queries: int = 1  # of a step
+    most_queries: int = 1  # the most queries of a step
     verifies: bool = False
-    names: Headings = Headings()
+    headings: Headings = Headings()
 
     faults = FAULTS
     user_turns = True
@@ -108,37 +108,39 @@ class R3(Protocol):
             system=settings.system_prompt,
             most_queries=settings.queries_per_step,
             verifies=settings.verification,
-            names=headings,
+            headings=headings,
         )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """A turn ends when the model begins to invent the documents of its query."""
-        return (self.names.documents,)
+        return (self.headings.documents,)
 
     @cached_property
     def heading_pattern(self) -> re.Pattern:
-        """Matches any heading of a part of a step, at the beginning of a line; those of options that are off are plain
-        text."""
-        headings = [self.names.analysis, self.names.query, self.names.documents, self.names.answer]
+        """Matches any heading of a part of a step, at the beginning of a line.
+
+        Headings of options that are off are plain text.
+        """
+        headings = [self.headings.analysis, self.headings.query, self.headings.documents, self.headings.answer]
         if self.most_queries > 1:
-            headings.append(self.names.queries)
+            headings.append(self.headings.queries)
         if self.verifies:
-            headings.append(self.names.verification)
+            headings.append(self.headings.verification)
         any_heading = "|".join(map(re.escape, headings))
         return re.compile(rf"^[ \t]*({any_heading})", re.MULTILINE)
 
     def render(self, step: Step, number: int) -> str:
-        parts = [f"{self.names.step} {number}:", f"{self.names.analysis} {step.analysis}"]
+        parts = [f"{self.headings.step} {number}:", f"{self.headings.analysis} {step.analysis}"]
         if len(step.searches) > 1:
-            parts.append(self.names.queries)
+            parts.append(self.headings.queries)
             parts += [f"{i}. {query}" for i, query in enumerate(step.queries, 1)]
         elif step.searches:
-            parts.append(f"{self.names.query} {step.queries[0]}")
+            parts.append(f"{self.headings.query} {step.queries[0]}")
         if step.verification:
-            parts.append(f"{self.names.verification} {step.verification}")
+            parts.append(f"{self.headings.verification} {step.verification}")
         if step.answer is not None:
-            parts.append(f"{self.names.answer} {step.answer}")
+            parts.append(f"{self.headings.answer} {step.answer}")
         return "\n".join(parts)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
@@ -153,10 +155,10 @@ class R3(Protocol):
 
     @property
     def answer_heading(self) -> str:
-        return self.names.answer
+        return self.headings.answer
 
     def answer_opening(self, number: int) -> str:
-        return f"{self.names.step} {number}:\n{self.names.answer}"
+        return f"{self.headings.step} {number}:\n{self.headings.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         # The text follows a step whose other parts are filled in, so that only the answer's own faults are found.
@@ -167,7 +169,7 @@ class R3(Protocol):
         return self.parse(opening.rstrip() + text, earlier)
 
     def step_request(self, number: int) -> str:
-        return f"Write {self.names.step} {number} now, and nothing else."
+        return f"Write {self.headings.step} {number} now, and nothing else."
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; `faults` names everything that is wrong with it.
@@ -175,37 +177,37 @@ class R3(Protocol):
         A usable query, or else a usable answer, is kept in spite of faults, so that the episode can go on and be
         rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable.
         """
-        step_heading = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
+        step_heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         body = text
         if step_heading:
             body = text[step_heading.end() :]
         # The pattern has a group, so that `split` returns headings and the texts below them in turn.
         preamble, *headings_and_texts = self.heading_pattern.split(body)
-        headings = headings_and_texts[::2]
+        written_headings = headings_and_texts[::2]
         sections: dict[str, str] = {}  # by heading, the first of each
-        for heading, section in zip(headings, headings_and_texts[1::2]):
+        for heading, section in zip(written_headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
-        analysis = sections.get(self.names.analysis, "")
+        analysis = sections.get(self.headings.analysis, "")
         # Text between `Step k:` and the first heading stands in the place of the analysis, whose heading it lacks. If
         # `Step k:` itself or all headings are absent, another fault says so.
-        has_stray_text = step_heading and headings and preamble.strip()
+        has_stray_text = step_heading and written_headings and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
-            repeated_heading=len(sections) < len(headings),
-            wrote_documents=self.names.documents in sections,
+            repeated_heading=len(sections) < len(written_headings),
+            wrote_documents=self.headings.documents in sections,
             no_analysis=has_stray_text or not analysis,
         )
         queries = self._queries(sections, faults)
-        answer = _answer(sections.get(self.names.answer), faults)
+        answer = _answer(sections.get(self.headings.answer), faults)
         self._check_verification(sections, faults)
-        has_query = self.names.query in sections or self.names.queries in sections
-        has_answer = self.names.answer in sections
+        has_query = self.headings.query in sections or self.headings.queries in sections
+        has_answer = self.headings.answer in sections
         faults += faults_if(
             query_and_answer=has_query and has_answer,
             no_query_or_answer=not has_query and not has_answer,
         )
-        has_two_answers = headings.count(self.names.answer) > 1
+        has_two_answers = written_headings.count(self.headings.answer) > 1
         if (has_query and has_answer) or has_two_answers:
             # It is not clear which one is meant.
             queries = []
@@ -216,18 +218,18 @@ class R3(Protocol):
             searches=tuple(map(Search, queries)),
             answer=answer,
             faults=tuple(dict.fromkeys(faults)),
-            verification=sections.get(self.names.verification, ""),
+            verification=sections.get(self.headings.verification, ""),
         )
 
     def _check_verification(self, sections: dict[str, str], faults: list[str]) -> None:
         """Appends to `faults` what is wrong with the place of the verification, or with its absence."""
-        has_answer = self.names.answer in sections
-        has_verification = self.names.verification in sections
+        has_answer = self.headings.answer in sections
+        has_verification = self.headings.verification in sections
         is_after_answer = False
         if has_answer and has_verification:
             order = list(sections)
-            is_after_answer = order.index(self.names.verification) > order.index(self.names.answer)
-        is_missing = is_after_answer or not sections.get(self.names.verification)
+            is_after_answer = order.index(self.headings.verification) > order.index(self.headings.answer)
+        is_missing = is_after_answer or not sections.get(self.headings.verification)
         faults += faults_if(
             no_verification=self.verifies and has_answer and is_missing,
             idle_verification=has_verification and not has_answer,
@@ -235,13 +237,13 @@ class R3(Protocol):
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
         """Returns the usable queries of a step; appends to `faults`."""
-        query = _query(sections.get(self.names.query), faults)
-        has_list = self.names.queries in sections
-        if has_list and self.names.query in sections:
+        query = _query(sections.get(self.headings.query), faults)
+        has_list = self.headings.queries in sections
+        if has_list and self.headings.query in sections:
             faults.append("query_and_queries")
             return []
         if has_list:
-            return self._numbered_queries(sections[self.names.queries], faults)
+            return self._numbered_queries(sections[self.headings.queries], faults)
         if query:
             return [query]
         return []

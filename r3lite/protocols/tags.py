@@ -245,8 +245,8 @@ def _plan_of(step: Step) -> SearchPlan:
     nodes = []
     for i, search in enumerate(step.searches):
         name = chr(ord("A") + i)
-        source = search.source or Node.source  # a search that names no source is of the default one
-        nodes.append(Node(name, query=search.query, source=source))
+        kind = search.kind or Node.kind  # the default, for a search that names no kind of source
+        nodes.append(Node(name, query=search.query, kind=kind))
     return SearchPlan(tuple(nodes))
 
 

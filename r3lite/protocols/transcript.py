@@ -20,8 +20,8 @@ class Transcript(TokenRecord):
     step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
-    awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
-    forced_step: Step | None = None  # `awaiting_answer` of the last turn, if the episode ended with a forced answer
+    step_awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
+    step_of_forced_answer: Step | None = None  # the same step when its turn is over, if the answer ended the episode
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
@@ -30,7 +30,9 @@ class Transcript(TokenRecord):
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.turn_start = len(self.tokens)
-        self.awaiting_answer = None  # a forced answer is awaited from one turn only: `Layout` sets it after this call
+        self.step_awaiting_answer = (
+            None  # a forced answer is awaited from one turn only: `Layout` sets it after this call
+        )
 
     def write(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the model wrote."""

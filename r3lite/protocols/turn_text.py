@@ -25,7 +25,7 @@ class TurnText:
 
     def read(self, transcript: Transcript) -> str:
         """Returns the text of the current turn as the protocol parses it."""
-        if transcript.awaiting_answer is not None:
+        if transcript.step_awaiting_answer is not None:
             return self.tokenizer.decode(transcript.turn)
         return self.thoughts.read(transcript.tokens, transcript.turn_start)
 
@@ -37,9 +37,9 @@ class TurnText:
         what may be the beginning of a thought or of a stop string, are left out until `turn_is_over`.
         """
         text = self.read(transcript)
-        if transcript.awaiting_answer is not None:
+        if transcript.step_awaiting_answer is not None:
             text = self.protocol.answer_heading + text
-            if transcript.awaiting_answer.analysis:
+            if transcript.step_awaiting_answer.analysis:
                 text = f"\n{text}"
         stops = self.protocol.stop_strings
         stop_places = [text.index(stop) for stop in stops if stop in text]

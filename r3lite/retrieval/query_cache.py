@@ -1,8 +1,9 @@
 """Vectors of queries on the disk, so that a query that was encoded once is not encoded again, by whatever run.
 
-A file of SQLite, which several processes may use at once. The key of a vector is its query and all that decides its
-bits: the encoder's settings, and its vector of a probe. So other weights, and a processor or a number of threads that
-rounds otherwise, read nothing that is not theirs, and a run gives the same with a full cache as with an empty one.
+The cache is a file of SQLite, which several processes may use at once. The key of a vector is its query and all that
+decides its bits: the encoder's settings, and the vector that the encoder makes of a fixed sentence, PROBE. So an
+encoder with other weights, or on a processor or with a number of threads that rounds otherwise, does not read vectors
+of another, and a run gives the same with a full cache as with an empty one.
 """
 
 import hashlib
@@ -21,22 +22,21 @@ from r3lite.core.files import check_regular, check_writable
 from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"
-WAIT = 30  # seconds for another process that writes
+WAIT = 30  # seconds to wait for another process that writes
 COLUMNS = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
-# Bytes of the file that are in use.
+# A query for the bytes of the file that are in use.
 USED = "(page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
 
 class QueryCache:
-    """The file of the vectors. It has up to `limit_mib` MiB; beyond that the oldest are deleted first. Safe in
-    threads."""
+    """The file of the vectors, with up to `limit_mib` MiB: beyond that the oldest are deleted. Threads may share it."""
 
     def __init__(self, path: str | Path, limit_mib: int):
         """Raises R3LiteError if the file is no such cache or cannot be written."""
         self.path = Path(path).expanduser()
-        self.limit = limit_mib << 20
-        self.queries = 0  # since the last call of `metrics`
-        self.hits = 0
+        self.limit = limit_mib << 20  # bytes
+        self.queries = 0  # number of queries since the last call of `metrics`
+        self.hits = 0  # number of those that were in the file
         self._lock = threading.Lock()
         self._working = True
         check_writable(self.path.absolute().parent)
@@ -46,12 +46,12 @@ class QueryCache:
             sqlite3.Error, f"--query-cache {path} cannot be used", "Pass another file.", code="query-cache-unusable"
         ):
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
-            # What a power cut loses of a cache is encoded again.
+            # Vectors that a power cut loses are encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        """Returns the vector of each key: from the file, else of `make` for its place, which is then written."""
+        """Returns the vector of each key: from the file, or else `make(i)` for the key with index i, which is added."""
         with self._lock:
             cached = self._tried(lambda: [self._read(key) for key in keys])
             if cached is None:
@@ -75,7 +75,7 @@ class QueryCache:
             return metrics
 
     def line(self) -> str:
-        """Returns the metrics of the queries since the last call in words."""
+        """Returns in words the metrics of the queries since the last call."""
         queries = self.queries
         share = self.metrics().get("queries/cached_ratio", 0.0)
         return f"{share:.0%} of {queries} queries were cached in {self.path}"

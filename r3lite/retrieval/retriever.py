@@ -36,23 +36,23 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """Returns the retriever of the settings, or several by kind of source. They run on the CPU."""
+    """Returns the retriever of the settings, or one for each kind of source. They run on the CPU."""
     settings = setup.settings
     settings_by_kind = settings.of_sources
     if settings.is_web:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
-        # The service also finds its other kinds of source, but for those that --source-index gives another retriever.
+        # The service also searches its other kinds of source, except those for which --source-index names a retriever.
         settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
-    default = _build_one(setup)
+    default_retriever = _build_one(setup)
     if not settings_by_kind:
-        return default
+        return default_retriever
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
-        # `default` is where it finds the reranker, encoder and query cache, which all kinds share.
+        # In `Setup.default` it finds the reranker, the encoder and the query cache, which all kinds share.
         by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
-    return Routes(default, by_kind)
+    return Routes(default_retriever, by_kind)
 
 
 def _build_one(setup: Setup) -> Retrieve:

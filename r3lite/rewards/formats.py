@@ -50,4 +50,4 @@ def valid_plan(episode: Episode) -> float:
     if not episode.steps:
         return 0.0
     plan = episode.steps[0]
-    return float(any(search.source for search in plan.searches))
+    return float(any(search.kind for search in plan.searches))

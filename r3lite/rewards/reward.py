@@ -14,7 +14,7 @@ from r3lite.rewards.registry import LARGEST_REWARD, named_rewards, needs_verdict
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
-ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in a line of episodes.jsonl
+ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
 MIN_QUESTIONS = 8  # if all episodes of so many questions lack a reward, that is not by chance
 
 

@@ -31,7 +31,7 @@ def gold_precision(episode: Episode) -> float | None:
     question = episode.question
     if not question.gold:
         return None
-    paragraphs = set(map(question.paragraph, episode.documents))
+    paragraphs = set(map(question.paragraph_key, episode.documents))
     if not paragraphs:
         return 0.0
     return len(question.gold_found(episode.documents)) / len(paragraphs)
@@ -48,13 +48,13 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
     gains = gold_recall(episode)
     if gains is None:
         return None
-    earlier: set[Hashable] = set()
+    earlier: set[Hashable] = set()  # keys of paragraphs
     rewards = []
     for gain, step in zip(gains, episode.steps, strict=True):
-        paragraphs = [episode.question.paragraph(document) for document in step.documents]
-        repeated = sum(paragraph in earlier for paragraph in paragraphs)
-        rewards.append(gain - redundancy * (repeated / (len(paragraphs) or 1)))
-        earlier.update(paragraphs)
+        keys = [episode.question.paragraph_key(document) for document in step.documents]
+        repeated = sum(key in earlier for key in keys)
+        rewards.append(gain - redundancy * (repeated / (len(keys) or 1)))
+        earlier.update(keys)
     return rewards
 
 

@@ -24,7 +24,7 @@ from r3lite.models import hooks
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.logprobs import TEACHER_TEMPERATURE, candidates_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
-from r3lite.models.packing import groups
+from r3lite.models.packing import pack_rows
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch, action_entropies, action_logprobs, action_states
 from r3lite.rl.losses import (
@@ -42,17 +42,17 @@ from r3lite.settings import RLSettings
 
 
 class UpdateBudget(Protocol):
-    """Judges the last update by the KL of the policy from the reference, and sets the rate of the next one."""
+    """Judges the last update by the KL of the policy from the reference, and sets the next one's learning rate."""
 
-    metrics: dict[str, float]  # of the last call
+    metrics: dict[str, float]  # of the current round
 
     def begin(self, number: int, rollbacks: int) -> None:
-        """Called before round `number`, with the rollbacks that the collapse guard has made so far."""
+        """Called before round `number`, with the number of rollbacks that the collapse guard has made so far."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the last update by the KL and its standard error, and sets the rate of the next one.
+        """Judges the last update by the KL and its standard error, and sets the learning rate of the next one.
 
-        Returns False if it took the last update back: then the round must not be learned from.
+        Returns False if the last update was taken back: then the round must not be learned from.
         """
 
 
@@ -61,15 +61,15 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    sums: list[Sums]  # of the metrics, chunk by chunk: they are added up later, always in one order
-    log_ratios: Tensor  # [2, N] of the N on-policy tokens; the two rows are those of `MeasuredChunk`
+    sums: list[Sums]  # sums of the metrics, one for each chunk: they are added up later, always in one order
+    log_ratios: Tensor  # [2, N] for the N on-policy tokens; `MeasuredChunk` explains the two rows
 
 
 @dataclass(frozen=True)
 class MeasuredChunk:
     """What is measured of n action tokens, some of which may be off-policy."""
 
-    sums: Sums  # of the metrics
+    sums: Sums  # sums of the metrics over the tokens
     # [2, n], two logs of ratios for each token. Row 0 is the current log-probability minus the one that the sampler
     # recorded. Row 1 is the log of the ratio that the algorithm clips.
     log_ratios: Tensor
@@ -80,15 +80,15 @@ class Learner:
     """Trains the model's active adapter, the policy, by one algorithm. Ranks divide the rows that the model runs on."""
 
     model: CausalLM
-    vocabulary: int  # ids of the tokenizer; those beyond are padding of the embedding and get no probability
-    temperature: float  # of the sampler
+    vocabulary: int  # number of ids of the tokenizer; higher ids are padding of the embedding, with probability 0
+    temperature: float  # the sampler's
     settings: RLSettings
     algorithm: Algorithm
     reference: str | None  # name of the reference adapter; None: the bare base
     precision: Precision
-    optimizer_step: Callable[[], tuple[float, bool]]  # clips and updates; returns (norm before clipping, skipped)
+    optimizer_step: Callable[[], tuple[float, bool]]  # clips and updates; returns (norm before clipping, is skipped)
     grant: Grant
-    value_head: nn.Module | None = None  # if the algorithm has a critic
+    value_head: nn.Module | None = None  # the critic's, if the algorithm has one
     ranks: Ranks = ALONE
     budget: UpdateBudget | None = None
     _last_micro_batch: Batch | None = field(default=None, init=False)
@@ -111,9 +111,9 @@ class Learner:
         advantages = batch.advantages
         scaled = settings.negative_advantage_scale * advantages
         batch = replace(batch, advantages=torch.where(advantages < 0, scaled, advantages))
-        step_sums: list[Sums] = []  # of each optimizer step
-        first_epoch_ratios: list[Tensor] = []  # [2, N] log-ratios of each optimizer step of the first epoch
-        norms: list[float] = []
+        step_sums: list[Sums] = []  # for each optimizer step, the sums of its metrics
+        first_epoch_log_ratios: list[Tensor] = []  # for each optimizer step of the first epoch, [2, N]
+        norms: list[float] = []  # for each optimizer step, the norm of its gradients
         total = settings.update_epochs * len(batch)
         bar = tqdm(total=total, desc="learning", unit="episode", **BRIEF)
         for epoch in range(settings.update_epochs):
@@ -127,11 +127,11 @@ class Learner:
                 bar.update(len(rows))
                 step_sums.append(sums)
                 if epoch == 0:
-                    first_epoch_ratios.append(log_ratios)
+                    first_epoch_log_ratios.append(log_ratios)
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         bar.close()
-        metrics = self._metrics(step_sums, first_epoch_ratios, norms)
+        metrics = self._metrics(step_sums, first_epoch_log_ratios, norms)
         beta_metric = self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
         metrics |= beta_metric
         metrics |= self.algorithm.statistics(batch)
@@ -142,39 +142,41 @@ class Learner:
     def _metrics(
         self,
         step_sums: list[Sums],
-        first_epoch_ratios: list[Tensor],
+        first_epoch_log_ratios: list[Tensor],
         norms: list[float],
     ) -> dict[str, float]:
-        """Means over the tokens of all ranks and optimizer steps, from what this rank has of each step."""
-        # by_rank[rank] = (sums of each step, ratios of each step of the first epoch). The first zip makes two tuples of
-        # it, with an entry a rank; the second one turns ratios_by_rank[rank][step] into an entry a step, of all ranks.
-        by_rank = self.ranks.gather((step_sums, first_epoch_ratios))
-        sums_by_rank, ratios_by_rank = zip(*by_rank, strict=True)
+        """Returns means over the tokens of all ranks and optimizer steps; the arguments are those of this rank."""
+        by_rank = self.ranks.gather((step_sums, first_epoch_log_ratios))
+        sums_by_rank, log_ratios_by_rank = zip(*by_rank, strict=True)  # both are indexed by [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
-        ratios_by_step = [torch.cat(log_ratios, dim=1) for log_ratios in zip(*ratios_by_rank, strict=True)]
+        # For each step, the tokens of all ranks side by side.
+        log_ratios_by_step = [torch.cat(log_ratios, dim=1) for log_ratios in zip(*log_ratios_by_rank, strict=True)]
         metrics = {"loss": float(sums.pop("loss")) / len(norms)}
         metrics |= means_of(sums)
-        finite_norms = [norm for norm in norms if math.isfinite(norm)]  # that of a skipped step is not
+        finite_norms = [norm for norm in norms if math.isfinite(norm)]  # the norm of a skipped step is not finite
         metrics["grad_norm"] = statistics.fmean(finite_norms or [math.inf])
-        metrics |= sampling_metrics(ratios_by_step, self.settings.clip_low, self.settings.clip_high)
+        metrics |= sampling_metrics(log_ratios_by_step, self.settings.clip_low, self.settings.clip_high)
         return metrics
 
     def sum_over_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
-        """Returns the sum over the ranks of `work(*args)` [B, T], which is 0 at the rows of other ranks."""
-        # "update" means the figures that limit passes over whole rows, with gradients or without.
+        """Returns the sum over the ranks of `work(*args)` [B, T]; each rank computes its own rows, others are 0."""
+        # "update" is the phase of passes over whole rows, with gradients or without: if memory runs out in it, the
+        # passes become smaller.
         return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Returns the log-probabilities [B, T] of the action tokens under the reference policy.
 
-        That is the same base with another adapter.
+        The reference is the same base with another adapter or with none. Rows of other ranks are 0.
         """
         with use_adapter(self.model, self.reference):
             return self.policy_logprobs(batch)
 
     def policy_logprobs(self, batch: Batch) -> Tensor:
-        """Returns the log-probabilities [B, T] of the action tokens under the active adapter; other ranks' rows are
-        0."""
+        """Returns the log-probabilities [B, T] of the action tokens under the active adapter.
+
+        Rows of other ranks are 0.
+        """
         return self._of_actions(action_logprobs, batch)
 
     def policy_entropies(self, batch: Batch) -> Tensor:
@@ -183,8 +185,7 @@ class Learner:
 
     @torch.no_grad()
     def _of_actions(self, measure: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """Returns what `measure`, a function of a model and a batch, says of each action token of this rank's rows, as
-        [B, T] with 0 elsewhere."""
+        """Returns the results of `measure(model, batch)` for the action tokens of this rank's rows: [B, T], else 0."""
         measured = torch.zeros_like(batch.logprobs)
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
@@ -205,9 +206,9 @@ class Learner:
         return entropies.sum(-1) / batch.action_mask.sum(-1)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """Returns this rank's rows in groups that go through the model together.
+        """Returns this rank's rows in packs that go through the model together.
 
-        Rows without a teacher come first, then those with one, whose loss is another.
+        Rows without a teacher come first, then those with one, which have another loss.
         """
         token_rows = batch.token_rows()
         row_limit = self.settings.micro_batch_size or len(batch)
@@ -218,19 +219,19 @@ class Learner:
         micro_batches = []
         for rows in (without_teacher, with_teacher):
             tokens = [token_rows[row] for row in rows]
-            packs = groups(tokens, self.grant.memory.micro_batch_tokens, row_limit)
+            packs = pack_rows(tokens, self.grant.memory.micro_batch_tokens, row_limit)
             micro_batches += [[rows[i] for i in pack] for pack in packs]
         return micro_batches
 
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Accumulates the gradients of a mini-batch's loss over its micro-batches.
 
-        Returns the metrics' sums over this rank's action tokens, and the log-ratios [2, N] of its N on-policy ones.
+        Returns the metrics' sums over this rank's action tokens, and the log-ratios [2, N] of its N on-policy tokens.
         """
-        batch = replace(batch, weights=self.algorithm.weights(batch))  # over all micro-batches and ranks
+        batch = replace(batch, weights=self.algorithm.weights(batch))  # before rows are divided among micro-batches
         sums: list[Sums] = []
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
-        with cast_once(self.model, self.precision.dtype):
+        with cast_once(self.model, self.precision.dtype):  # no weight changes within: the adapter is cast once
             for rows in self.micro_batches(batch):
                 micro_batch = batch.select(rows)
                 if micro_batch.teacher[0] is None:  # then no row of the micro-batch has a teacher
@@ -243,7 +244,7 @@ class Learner:
         return sum_by_name(sums), torch.cat(log_ratios, dim=1)
 
     def loss(self, batch: Batch) -> MeasuredLoss:
-        """Returns the loss of a micro-batch, by the algorithm and with the critic's if it has one."""
+        """Returns the algorithm's loss of a micro-batch, with the critic's loss if there is a critic."""
         self._last_micro_batch = batch
         actions = ActionTokens.of(batch, self.model.head_weight.device)
         with self.precision.autocast():
@@ -285,42 +286,42 @@ class Learner:
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
-            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,  # a kind of tokens before TOKENS names its count
+            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,  # `<kind>tokens` is a number of tokens, see TOKENS
         }
         return MeasuredLoss(loss, [*sums, totals], log_ratios)
 
     def _policy_loss(
         self,
         actions: ActionTokens,
-        rows: slice,
+        places: slice,
         logprobs: Tensor,
         entropy: Tensor,
     ) -> tuple[Tensor, MeasuredChunk]:
-        """Returns the summed loss of the action tokens `rows` by the algorithm, and what is measured of them.
+        """Returns the algorithm's summed loss of the action tokens at `places`, and what is measured of them.
 
         `logprobs` [n] and `entropy` [n] are those of the current policy, with gradients.
         """
-        chunk = actions[rows]
+        chunk = actions[places]
         detached = logprobs.detach()
         sampler_log_ratios = detached - chunk.sampled_logprobs
-        clipped_log_ratios = self.algorithm.log_ratios(chunk, detached)
+        log_ratios_to_clip = self.algorithm.log_ratios(chunk, detached)
         per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)
         measured = MeasuredChunk(
             sums=token_sums({"entropy": entropy} | metrics, chunk.off_policy),
-            log_ratios=torch.stack((sampler_log_ratios, clipped_log_ratios)),
+            log_ratios=torch.stack((sampler_log_ratios, log_ratios_to_clip)),
         )
         return (per_token * chunk.weights).sum(), measured
 
     def guided_loss(self, batch: Batch) -> MeasuredLoss:
-        """Returns the loss of a micro-batch whose rows all have a teacher's distributions; it has no ratios."""
+        """Returns the loss of a micro-batch whose rows all have a teacher's distributions. Measures no log-ratios."""
         self._last_micro_batch = batch
         weights = batch.weights[batch.action_mask]  # [N]
         teacher_logprobs = torch.cat([top_tokens.logprobs for top_tokens in batch.teacher])  # [N, k]
         teacher_ids = torch.cat([top_tokens.ids for top_tokens in batch.teacher])  # [N, k]
 
-        def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
-            chunk_weights = weights[rows].to(logprobs.device, non_blocking=True)
-            chunk_teacher = teacher_logprobs[rows].to(logprobs.device, non_blocking=True)
+        def distillation_loss(places: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
+            chunk_weights = weights[places].to(logprobs.device, non_blocking=True)
+            chunk_teacher = teacher_logprobs[places].to(logprobs.device, non_blocking=True)
             per_token, metrics = self.algorithm.guided_loss(chunk_teacher, logprobs)
             return (per_token * chunk_weights).sum(), token_sums(metrics)
 
@@ -338,7 +339,7 @@ class Learner:
         return MeasuredLoss(loss, [*sums, totals], log_ratios=loss.new_empty(2, 0))
 
     def explain_overflow(self) -> str:
-        """Runs the last micro-batch again and says which layer overflowed first, or that none did."""
+        """Runs the last micro-batch again; returns a text that says which layer overflowed first, or that none did."""
         with self.precision.autocast():
             return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last_micro_batch))
 
@@ -347,8 +348,8 @@ def kl_on_policy(batch: Batch) -> tuple[float, float]:
     """Estimates the KL from the reference (k3) over the tokens that the policy sampled in this round.
 
     Returns the mean over these tokens in nats, and its standard error. The error is over groups, which are drawn
-    independently, because nearly all of the KL may be that of a few. It is that of a ratio of sums (Cochran, Sampling
-    Techniques, section 6.4), and infinite for a single group.
+    independently, because few groups may have nearly all of the KL. The mean is a ratio of sums: its error is that of
+    Cochran, Sampling Techniques, section 6.4, and infinite for a single group.
     """
     mask = batch.action_mask
     if batch.off_policy is not None:

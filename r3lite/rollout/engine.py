@@ -40,18 +40,18 @@ class Engine:
     model: CausalLM
     layout: Layout
     sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]  # see sampling.Sampler
-    grant: Grant  # how many episodes run at a time, and how many tokens one prefill has
+    grant: Grant  # limits how many episodes run at a time, and how many tokens one prefill has
     value_head: nn.Module | None = None  # hidden states [B, C] -> values [B] of the states before the next tokens
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans = NO_SPANS
-    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by source, if it is not `layout`
-    draft_tokens: int = 0  # of a row in one pass at most, see drafts.py
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by the source of the question; others have `layout`
+    draft_tokens: int = 0  # at most so many tokens are drafted for a row in one pass, see drafts.py
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
-        """Returns the metrics of a round of RL, of which there are none: all episodes are sampled here."""
+        """Returns no metrics: all episodes of the round were sampled here. See `remote.RemoteEngine`."""
         return {}
 
     def close(self) -> None:
@@ -90,14 +90,13 @@ class Engine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end of each finished sequence after its first `steps` steps, for pairs (sequence, steps).
+        """Samples another end for each pair (finished sequence, steps), of which the first `steps` steps are kept.
 
-        Tokens, log-probabilities and values up to there are copied; what follows is sampled from the stream of its own
-        seed.
+        Their tokens, log-probabilities and values are copied. Each new end has the random stream of its own seed.
         """
         sequences = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
-            sequences.append(sequence.restarted(steps, random.Random(seed)))
+            sequences.append(sequence.cut_after(steps, random.Random(seed)))
         return self.finish(sequences, retrieve)
 
     def end_again(
@@ -141,8 +140,8 @@ class Engine:
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
-                scheduler, decoder = self.begin(unfinished, row_count)
-                with cast_once(self.model, self.model.head_weight.dtype):
+                scheduler, decoder = self.scheduler_and_decoder(unfinished, row_count)
+                with cast_once(self.model, self.model.head_weight.dtype):  # no weight changes within
                     while scheduler.waiting or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
                         lines.tick()
@@ -150,8 +149,8 @@ class Engine:
             self.model.train(training)
         return sequences
 
-    def begin(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
-        """Returns the scheduler of sequences over a new KV cache of `row_count` rows, and the decoder of that cache."""
+    def scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
+        """Returns a scheduler of the sequences with a new KV cache of `row_count` rows, and a decoder of that cache."""
         cache = KVCache.of(self.model, row_count)
         if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
@@ -186,7 +185,7 @@ class Engine:
             layout = self.layout_of(sequence)
             turn_is_over = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(layout.text.readable(sequence, turn_is_over), turn_is_over)
+                sequence.listener.hear(layout.turn_text.readable(sequence, turn_is_over), turn_is_over)
             if turn_is_over:
                 self._close_turn(sequence)
                 self._free_or_park(sequence, scheduler, fetcher=fetcher, on_finish=on_finish)
@@ -199,7 +198,7 @@ class Engine:
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()
             sequence.finish = SEARCHING
-        step_is_complete = not sequence.pending and not sequence.awaiting_answer
+        step_is_complete = not sequence.pending and not sequence.step_awaiting_answer
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 

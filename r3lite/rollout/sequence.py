@@ -1,4 +1,4 @@
-"""One episode while it is sampled: its transcript, its random stream and its place in the cache."""
+"""One episode while it is sampled: its transcript, its random stream and how much of it is in the cache."""
 
 import math
 import random
@@ -14,12 +14,12 @@ class Listener:
     """Callbacks for one episode, which the engine's thread calls; an error that they raise ends the run.
 
     `text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `step` gets the sequence
-    whenever a step is complete: with the documents of its queries, or at the end of a turn without queries.
+    whenever a step is complete: when the documents of its queries have come, or at the end of a turn without queries.
     """
 
     text: Callable[[str], None]
     step: Callable[["Sequence"], None]
-    characters_sent: int = 0  # of the current turn
+    characters_sent: int = 0  # how many characters of the current turn `text` has got
 
     def hear(self, readable: str, turn_is_over: bool) -> None:
         """Passes on what is new in the current turn's text."""
@@ -32,42 +32,43 @@ class Listener:
 class Sequence(Transcript):
     """A transcript whose actions are sampled.
 
-    `logprobs` are of the temperature-scaled, untruncated distribution; `values` are 0 without a critic.
+    `logprobs` are those of the temperature-scaled, untruncated distribution; `values` are 0 without a critic.
     """
 
-    stream: random.Random = field(kw_only=True)  # of this sequence alone: one uniform number per sampled token
+    stream: random.Random = field(kw_only=True)  # this sequence's own: one uniform number for each sampled token
     may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
     cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
     place: int = 0  # index among the sequences that are sampled together
-    turn_started_at: int = 0  # nanoseconds since 1970; 0 if no spans are recorded
+    turn_begin_time: int = 0  # of the current turn, in nanoseconds since 1970; 0 if no spans are recorded
 
     @property
     def tokens_left(self) -> float:
-        """How many tokens it may write yet: no limit of its own beside those of its layout. Serving overrides it."""
+        """How many more tokens it may write, besides its layout's limits. Here any number; `lanes.py` overrides it."""
         return math.inf
 
     def note_turn_start(self, spans: Spans) -> None:
-        """Notes the time, if nothing of the current turn has been sampled."""
+        """Notes the time as the beginning of the current turn, if none of its tokens has been sampled."""
         if len(self.tokens) == self.turn_start:
-            self.turn_started_at = spans.now()
+            self.turn_begin_time = spans.now()
 
     def record_turn(self, spans: Spans) -> None:
         """Records the generation of the current turn, whose last token was just sampled."""
         spans.add(
             "generation",
             f"episode {self.place + 1}",
-            self.turn_started_at,
+            self.turn_begin_time,
             question=self.question.id,
             turn=len(self.steps) + 1,
             prompt_tokens=self.turn_start,
             new_tokens=len(self.tokens) - self.turn_start,
         )
 
-    def restarted(self, steps: int, stream: random.Random) -> "Sequence":
-        """Returns a copy of the sequence up to the turn after its first `steps` steps, to be continued with `stream`.
+    def cut_after(self, steps: int, stream: random.Random) -> "Sequence":
+        """Returns a copy of the sequence that ends where the turn after its first `steps` steps begins.
 
-        It keeps the documents of these steps, and the log-probabilities and values of their action tokens.
+        It has the documents of these steps, and the log-probabilities and values of their action tokens. `stream` draws
+        the tokens that follow.
         """
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
@@ -83,10 +84,11 @@ class Sequence(Transcript):
         )
 
     def reopened(self, stream: random.Random) -> "Sequence":
-        """Returns a copy of the finished sequence up to the start of its last turn, to be ended again with `stream`.
+        """Returns a copy of the finished sequence that ends where its last turn begins.
 
-        Nothing of the copy counts as sampled: the last turn has the only action tokens. It may not search, because new
-        documents would make another context. A forced answer is forced again.
+        `stream` draws the tokens of another last turn, the only ones that will be action tokens: none of the copy's
+        counts as sampled. The turn may not search, because new documents would make another context. A forced answer
+        is forced again.
         """
         return Sequence(
             self.question,
@@ -95,7 +97,7 @@ class Sequence(Transcript):
             steps=self.steps[:-1],
             step_ends=self.step_ends[:-1],
             turn_start=self.turn_start,
-            awaiting_answer=self.forced_step,
+            step_awaiting_answer=self.step_of_forced_answer,
             stream=stream,
             may_search=False,
             place=self.place,

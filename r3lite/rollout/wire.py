@@ -86,7 +86,7 @@ class Ticket:
         if self.start is None:
             return Sequence(self.question, stream=stream, place=self.place)
         sequence, steps = self.start
-        return sequence.restarted(steps, stream)
+        return sequence.cut_after(steps, stream)
 
 
 def identity_of(facts: Mapping[str, str]) -> str:

@@ -17,19 +17,21 @@ from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
-CLIENTS = 10_000  # whose rate of requests is remembered
+CLIENTS = 10_000  # the rates of so many clients are remembered
 
 
 @dataclass
-class Rate:
+class ClientRates:
     """A bucket for each client (RFC 2697's idea): it holds `per_minute` requests, and fills up as time passes."""
 
     per_minute: int
     clock: Callable[[], float]
-    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # requests left, and when
+    _buckets: OrderedDict[str, tuple[float, float]] = field(
+        default_factory=OrderedDict
+    )  # requests left, and the time of that count
 
-    def wait(self, client: str) -> float:
-        """Returns 0 if the client may ask now, and counts it; else the seconds until it may."""
+    def seconds_to_wait(self, client: str) -> float:
+        """Returns 0 if the client may ask now, and counts the request; else the seconds until it may ask."""
         time = self.clock()
         requests, updated = self._buckets.pop(client, (float(self.per_minute), time))
         requests += (time - updated) * self.per_minute / 60
@@ -43,11 +45,11 @@ class Rate:
 
 @dataclass
 class Places:
-    """Requests that are answered or wait, in all and of each client."""
+    """Limits the requests that are answered or wait at a time, in all and of each client."""
 
     limit: int
     limit_of_client: int
-    taken: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter)  # places by client
 
     def take(self, client: str) -> None:
         """Takes a place; raises Refusal if there is none."""
@@ -76,10 +78,12 @@ class Places:
 class Conversations:
     """The last turns of each conversation, by its id. The one that was silent longest is forgotten first."""
 
-    turns: int  # of a conversation
-    conversations: int
-    size: int  # bytes of text in all
-    _turns_of: dict[str, deque[tuple[str, str]]] = field(default_factory=dict)  # questions and answers
+    max_turns: int  # of one conversation
+    max_conversations: int
+    max_bytes: int  # of text, in all conversations
+    _turns_of: dict[str, deque[tuple[str, str]]] = field(
+        default_factory=dict
+    )  # (question, answer), by the id of the conversation
 
     @property
     def text_bytes(self) -> int:
@@ -104,14 +108,14 @@ class Conversations:
 
     def add(self, id: str, question: str, answer: str, in_place_of_last: bool = False) -> None:
         """Remembers a turn, and forgets what exceeds the limits."""
-        turns = self._turns_of.pop(id, deque(maxlen=self.turns))
+        turns = self._turns_of.pop(id, deque(maxlen=self.max_turns))
         self._turns_of[id] = turns
         if in_place_of_last and turns:
             turns.pop()
         turns.append((question, answer))
-        while self._turns_of and (len(self._turns_of) > self.conversations or self.text_bytes > self.size):
+        while self._turns_of and (len(self._turns_of) > self.max_conversations or self.text_bytes > self.max_bytes):
             oldest = next(iter(self._turns_of))
-            if oldest == id and len(turns) > 1:  # alone it takes too much: its first turns go
+            if oldest == id and len(turns) > 1:  # this conversation alone is too long: its first turns go
                 turns.popleft()
             else:
                 del self._turns_of[oldest]
@@ -126,7 +130,7 @@ class Desk:
         self.clock = clock
         self.modes = worker.answering.modes
         self.adapters = worker.answering.adapters
-        self.rate = Rate(limits.requests_per_minute, clock)
+        self.rates = ClientRates(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="prepare")  # a long text takes a moment to tokenize
         self.conversations = Conversations(modes.memory_turns, modes.conversations, modes.memory_kib << 10)
@@ -202,7 +206,7 @@ class Desk:
 
     def check_rate(self, client: str) -> None:
         """Counts a request; raises Refusal if there were too many."""
-        seconds = self.rate.wait(client)
+        seconds = self.rates.seconds_to_wait(client)
         if seconds:
             raise Refusal(
                 429,

@@ -57,7 +57,7 @@ def train(
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.restore_or_start(state)  # loads the checkpoint, if there is one; the steps that it has
+    done = run.restore_or_start(state)  # loads the checkpoint, if there is one; returns its steps
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
@@ -84,7 +84,7 @@ def train(
             if first_record is not None:
                 log.write(first_record)
                 log.sync()
-                run.write(state, 0)  # not `save`, which takes the state before step 1 for saved
+                run.write(state, 0)  # not run.save, which skips step 0: a fresh start needs no checkpoint
                 oversight.end_step(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
@@ -117,14 +117,14 @@ def train(
     if last < trainer.total:
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
-    # Writes nothing if the last step has just been saved; a finished run may be resumed into another folder.
+    # For a finished run that is resumed into another folder. If the last step has just been saved, this writes nothing.
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True
 
 
 def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.MetricsLog | metrics.NoLog:
-    """The log of the run's first rank, and its tracker; the other ranks write nothing."""
+    """Returns the log of the run's first rank, with its tracker; the logs of other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
     tracker = metrics.NO_TRACKER
@@ -150,7 +150,7 @@ def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.
 def _set_learning_rate(run: RunFolder, trainer: Trainer, number: int, scale: float) -> None:
     """Sets the scheduled learning rate of a step, times `scale`."""
     settings = run.config.optimizer
-    share = optim.rate(
+    share = optim.rate_share(
         number,
         trainer.total,
         warmup=settings.warmup,

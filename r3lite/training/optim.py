@@ -49,7 +49,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     return by_name
 
 
-def rate(
+def rate_share(
     step: int,
     total: int,
     warmup: float,

@@ -167,4 +167,4 @@ def test_a_demonstration_that_plans_is_well_formed(hurried):
     assert [s.queries for s in steps] == [("Who made it?", "When?"), *[("Who ruled Ann in 1900?",)] * (not hurried), ()]
     assert [list(s.documents) for s in steps[0].searches] == [[FILM], [PERSON]]
     assert steps[-1].answer == ("1900" if hurried else question.answers[0])
-    assert gold.planned_searches(question)[2] == Search("Who ruled Ann in 1900?", source="General")
+    assert gold.planned_searches(question)[2] == Search("Who ruled Ann in 1900?", kind="General")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.evaluation.comparisons import compare, compare_sets, valid_places
+from r3lite.evaluation.comparisons import compare, compare_sets, valid_indices
 from r3lite.evaluation.scores import Marks, scores
 from tests.errors import raises
 
@@ -162,7 +162,7 @@ def test_a_question_at_which_either_retriever_failed_counts_in_neither():
     a = marks([i % 2 for i in range(30)])
     b = [replace(m, em=0.0, f1=0.0, failure="status 503") if i < 10 else m for i, m in enumerate(a)]
     for ours, theirs in ((a, b), (b, a)):
-        assert valid_places([ours, theirs]) == list(range(10, 30))
+        assert valid_indices([ours, theirs]) == list(range(10, 30))
         assert compare(ours, theirs) == compare(a[10:], a[10:])
     with raises(R3LiteError, "retriever-failed", "10"):
         compare(a[:10], b[:10])

@@ -8,7 +8,7 @@ import torch
 
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
-from r3lite.models.packing import GRANULE, Pack, groups, states_at
+from r3lite.models.packing import GRANULE, Pack, pack_rows, states_at
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -129,7 +129,7 @@ def test_gradients_of_states_are_the_same_to_the_bit_however_threads_run():
 @pytest.mark.parametrize("most", [1, 3, 8])
 @pytest.mark.parametrize("limit", [40, 100, 10_000])
 def test_groups_fill_their_packs_up_to_the_limit(limit, most):
-    found = groups(ROWS, limit, most)
+    found = pack_rows(ROWS, limit, most)
     assert sorted(i for group in found for i in group) == list(range(len(ROWS)))
     for group in found:
         assert len(group) <= most
@@ -140,4 +140,4 @@ def test_groups_fill_their_packs_up_to_the_limit(limit, most):
 
 
 def test_no_rows_make_no_groups():
-    assert groups([], 100, 8) == []
+    assert pack_rows([], 100, 8) == []

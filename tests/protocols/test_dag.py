@@ -12,10 +12,10 @@ from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.protocols.test_plan import DIAMOND
 
 DAG = build_protocol(ProtocolSettings(format="dag"))
-ROOT, LEFT, RIGHT = Search("Who made Brenn?", source="General"), "When was Ann Dahl born?", "Where was Ann Dahl born?"
+ROOT, LEFT, RIGHT = Search("Who made Brenn?", kind="General"), "When was Ann Dahl born?", "Where was Ann Dahl born?"
 PLANNED = Step(DIAMOND, (ROOT,))
-SIDES = Step("A: Ann Dahl", (Search(LEFT, source="News"), Search(RIGHT, source="Academic")))
-LAST = Step("B: 1900\nC: Oslo", (Search("Who ruled Oslo in 1900?", source="General"),))
+SIDES = Step("A: Ann Dahl", (Search(LEFT, kind="News"), Search(RIGHT, kind="Academic")))
+LAST = Step("B: 1900\nC: Oslo", (Search("Who ruled Oslo in 1900?", kind="General"),))
 FINAL = Step("D: Olav", answer="Olav")
 
 
@@ -53,7 +53,7 @@ def test_what_can_be_wrong_with_the_end():
 
 
 def test_a_query_that_was_asked_before_is_a_fault():
-    plan = Step("Nodes:\nA: Who? (General)\nB: {A} (General)\nEdges: A -> B", (Search("Who?", source="General"),))
+    plan = Step("Nodes:\nA: Who? (General)\nB: {A} (General)\nEdges: A -> B", (Search("Who?", kind="General"),))
     step = DAG.parse("A: who", [plan])
     assert (step.queries, step.faults) == (("who",), ("repeated_query",))
 

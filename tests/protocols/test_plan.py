@@ -18,7 +18,7 @@ Edges: A -> B ; A -> C ; B -> D ; C -> D"""
 def test_a_diamond():
     plan = read(DIAMOND, LIMITS)
     assert [[node.name for node in level] for level in plan.levels] == [["A"], ["B", "C"], ["D"]]
-    assert [node.source for node in plan.nodes] == ["General", "News", "Academic", "General"]
+    assert [node.kind for node in plan.nodes] == ["General", "News", "Academic", "General"]
     assert plan.text() == DIAMOND and read(plan.text(), LIMITS) == plan
     assert plan.nodes[3].filled({"B": "1900", "C": "{B}"}) == "Who ruled {B} in 1900?"  # an answer is no reference
 

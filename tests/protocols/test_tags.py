@@ -260,7 +260,7 @@ GRAPH = load(format="tags", search_graph=True, information_open="<r>", informati
 NODES = "Nodes:\nA: Who directed Brenn? (General)\nB: Which prizes did Brenn win? (News)\nEdges: A -> B"
 PLANNED = Step(
     f"Two things.\n{NODES}",
-    (Search("Who directed Brenn?", source="General"), Search("Which prizes did Brenn win?", source="News")),
+    (Search("Who directed Brenn?", kind="General"), Search("Which prizes did Brenn win?", kind="News")),
 )
 
 

@@ -78,7 +78,7 @@ def test_a_thought_that_runs_out_of_room_is_ended_before_the_answer(layout):
     transcript = opened(layout)
     layout.lengths = LengthSettings(max_length=4000, max_new_tokens=10)
     said(layout, transcript, "Hm, which book may this have been?", ends=False)
-    assert transcript.awaiting_answer is not None
+    assert transcript.step_awaiting_answer is not None
     given = shown(layout, transcript.tokens)
     assert "</think>" in given.partition("Hm, which")[2]
 
@@ -105,7 +105,7 @@ def test_a_demonstration_leaves_the_thought_empty_and_reads_as_the_rollout(layou
 def test_what_a_user_sees_while_it_is_written_has_no_thought(layout):
     transcript = opened(layout)
     transcript.write(layout.tokenizer.encode("Hm, which"))
-    readable = layout.text.readable(transcript, turn_is_over=False)
+    readable = layout.turn_text.readable(transcript, turn_is_over=False)
     assert readable == ("<think>Hm, which" if layout.protocol.thinks else "")
 
 
@@ -179,7 +179,7 @@ def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
     for text in ("<", "<thi", TRACE[:12], TRACE, "<this> is"):
         transcript = opened(layout)
         transcript.write(layout.tokenizer.encode(text))
-        seen.append(layout.text.readable(transcript, turn_is_over=False))
+        seen.append(layout.turn_text.readable(transcript, turn_is_over=False))
     assert seen == ["", "", "", "Ada", "<this> is"]
 
 

@@ -59,7 +59,7 @@ def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
     routes = retriever(corpus=corpus, source_index=(f"News={tmp_path / 'news'}",))
     pair = (ONE, "Oslo")
     assert routes([pair]) == [[OSLO]] and routes.of_kind["News"]([pair]) == [[LEE]]
-    asked = [(ONE, Search(pair[1], source=source)) for source in ("News", "General", "", "News")]
+    asked = [(ONE, Search(pair[1], kind=source)) for source in ("News", "General", "", "News")]
     assert retrieve_all(routes, asked) == [[LEE], [OSLO], [OSLO], [LEE]]
 
 

@@ -117,7 +117,7 @@ def test_lengths_are_capped(exa):
 
 def test_each_kind_of_source_is_the_services_own(exa):
     fake, settings = exa((200, PAGES, 0))
-    asked = [(QUESTION, Search("x y", source=kind)) for kind in ("General", "News", "Academic", "")]
+    asked = [(QUESTION, Search("x y", kind=kind)) for kind in ("General", "News", "Academic", "")]
     assert all(len(found) == 2 for found in retrieve_all(retriever(settings), asked))
     assert sorted(body.get("category", "") for body in fake.asked) == ["", "news", "research paper"]  # "" is recorded
 
@@ -125,7 +125,7 @@ def test_each_kind_of_source_is_the_services_own(exa):
 def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
     save(tmp_path / "i", [TOWN])
     fake, settings = exa((200, PAGES, 0), retriever="semantic", index=str(tmp_path / "i"), source_index=("News=exa",))
-    asked = [(QUESTION, Search("Oslo town", source=kind)) for kind in ("News", "General")]
+    asked = [(QUESTION, Search("Oslo town", kind=kind)) for kind in ("News", "General")]
     assert [len(found) for found in retrieve_all(retriever(settings), asked)] == [2, 1]
     assert [body["category"] for body in fake.asked] == ["news"]
     _, settings = exa((200, PAGES, 0), source_index=(f"News={tmp_path / 'i'}",))
@@ -231,7 +231,7 @@ def test_duckduckgo_by_its_package(duckduckgo):
 def test_news_of_duckduckgo_and_what_it_has_no_kind_for(duckduckgo):
     row = {"date": 1, "title": "T", "excerpt": "Oslo grows.", "url": "https://n.example/", "source": "N"}
     _, settings = duckduckgo((200, json.dumps({"results": [row]}).encode(), 0))
-    (found,) = retrieve_all(retriever(settings), [(QUESTION, Search("Oslo", source="News"))])
+    (found,) = retrieve_all(retriever(settings), [(QUESTION, Search("Oslo", kind="News"))])
     assert [(d.id, d.title, d.text) for d in found] == [("https://n.example/", "T", "Oslo grows.")]
     assert "Academic" not in retriever(settings).of_kind
 

@@ -354,4 +354,4 @@ def test_drafts_stop_where_they_are_refused():
 def test_without_drafts_nothing_is_verified(engine_of, counted):
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20), Sampler(0.0))
     _, _, verified = counted.of(lambda: plain.run(questions(1), ["a"], nothing))
-    assert plain.begin([], 1)[1].drafter is None and not verified
+    assert plain.scheduler_and_decoder([], 1)[1].drafter is None and not verified

@@ -261,7 +261,7 @@ def test_a_diamond_of_searches_takes_three_batches_and_fills_its_queries(scripte
     assert batches == [["Who made Brenn?"], sides, ["Who ruled Oslo in 1900?"]]
     episode = sequence.episode()
     assert (episode.prediction, episode.search_count) == ("Olav", 4) and not any(s.faults for s in episode.steps)
-    assert [s.source for step in episode.steps for s in step.searches] == ["General", "News", "Academic", "General"]
+    assert [s.kind for step in episode.steps for s in step.searches] == ["General", "News", "Academic", "General"]
     # What SFT would be shown of these steps is what was sampled.
     laid_out = engine.layout.lay_out(sequence.question, episode.steps, 160)
     assert (laid_out.tokens, laid_out.action_mask) == (sequence.tokens, sequence.action_mask)

@@ -75,8 +75,8 @@ def test_each_kind_of_source_is_one_call_of_its_own_retriever():
         return retrieve
 
     one, two = waiting("1"), waiting("2")
-    one.pending = (Search("a", source="News"), Search("b", source="General"), Search("c", source="News"))
-    two.pending = (Search("d", source="Academic"), Search("e"), Search("f", source="News"))
+    one.pending = (Search("a", kind="News"), Search("b", kind="General"), Search("c", kind="News"))
+    two.pending = (Search("d", kind="Academic"), Search("e"), Search("f", kind="News"))
     routes = Routes(named("all"), {"News": named("news"), "Academic": named("papers")})
     with closing(Fetcher(routes)) as fetcher:
         fetched = fetcher.fetch([one, two])
@@ -91,7 +91,7 @@ def test_each_kind_of_source_is_one_call_of_its_own_retriever():
 
 def test_a_source_that_fails_fails_its_own_searches_only():
     one, two = waiting("1"), waiting("2")
-    one.pending, two.pending = (Search("a", source="News"), Search("b")), (Search("c", source="General"),)
+    one.pending, two.pending = (Search("a", kind="News"), Search("b")), (Search("c", kind="General"),)
     failing = {"News": lambda pairs: [Failure("no reply")] * len(pairs)}
     with closing(Fetcher(Routes(lambda pairs: [documents([query]) for _, query in pairs], failing))) as fetcher:
         assert fetcher.fetch([one, two]) == [(one, [[], documents(["b"])]), (two, [documents(["c"])])]

@@ -139,7 +139,7 @@ def test_a_prefix_is_read_once_for_all_that_share_it(engine, firsts):
 
 def test_a_longer_prefix_does_not_wait_while_a_shorter_one_is_decoded(firsts):
     """What another row has sampled last is in no cache yet: waiting for it would mean to wait for its whole episode."""
-    longer, shorter = firsts[0], firsts[0].restarted(1, firsts[0].stream)
+    longer, shorter = firsts[0], firsts[0].cut_after(1, firsts[0].stream)
     shorter.cached = len(shorter.tokens) - 1
     for token in longer.tokens[len(shorter.tokens) : len(shorter.tokens) + 3]:  # it says the same, token by token
         assert _shared(longer, shorter) <= shorter.cached

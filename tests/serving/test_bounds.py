@@ -5,7 +5,7 @@ import random
 import pytest
 
 from r3lite.serving.asks import Refusal
-from r3lite.serving.desk import CLIENTS, Conversations, Places, Rate
+from r3lite.serving.desk import CLIENTS, ClientRates, Conversations, Places
 from r3lite.serving.routing import route
 
 
@@ -14,7 +14,7 @@ def texts(conversations, id, **more):
 
 
 def test_the_last_turns_of_the_last_conversations():
-    kept = Conversations(turns=2, conversations=2, size=1000)
+    kept = Conversations(max_turns=2, max_conversations=2, max_bytes=1000)
     for i in range(3):
         kept.add("a", f"q{i}", f"a{i}")
     assert texts(kept, "a") == ["q1", "a1", "q2", "a2"] and texts(kept, "a", all_but_last=True) == ["q1", "a1"]
@@ -28,34 +28,34 @@ def test_the_last_turns_of_the_last_conversations():
 
 
 def test_bytes_are_bounded_whatever_is_said():
-    rng, kept = random.Random(0), Conversations(turns=5, conversations=9, size=400)
+    rng, kept = random.Random(0), Conversations(max_turns=5, max_conversations=9, max_bytes=400)
     for _ in range(500):
         kept.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
         text_bytes = sum(len(t.encode()) for id in list(kept._turns_of) for t in texts(kept, id))
         assert text_bytes == kept.text_bytes <= 400 and len(kept._turns_of) <= 9
     kept.add("long", "x" * 500, "")
     assert kept.text_bytes == 0 and texts(kept, "long") == []
-    assert Conversations(turns=0, conversations=9, size=400).messages("a") == ()
+    assert Conversations(max_turns=0, max_conversations=9, max_bytes=400).messages("a") == ()
 
 
 def test_no_turns_at_all_are_remembered_if_none_shall_be():
-    kept = Conversations(turns=0, conversations=9, size=400)
+    kept = Conversations(max_turns=0, max_conversations=9, max_bytes=400)
     kept.add("a", "x", "y")
     assert texts(kept, "a") == [] and kept.text_bytes == 0
 
 
 def test_a_bucket_fills_up_as_time_passes():
     now = [0.0]
-    rate = Rate(60, lambda: now[0])
-    assert [rate.wait("a") for _ in range(60)] == [0.0] * 60 and rate.wait("a") == 1.0
-    assert rate.wait("b") == 0.0
+    rates = ClientRates(60, lambda: now[0])
+    assert [rates.seconds_to_wait("a") for _ in range(60)] == [0.0] * 60 and rates.seconds_to_wait("a") == 1.0
+    assert rates.seconds_to_wait("b") == 0.0
     now[0] = 0.5
-    assert rate.wait("a") == 0.5
+    assert rates.seconds_to_wait("a") == 0.5
     now[0] = 1.0
-    assert rate.wait("a") == 0.0 and rate.wait("a") == 1.0
+    assert rates.seconds_to_wait("a") == 0.0 and rates.seconds_to_wait("a") == 1.0
     for i in range(CLIENTS + 5):
-        rate.wait(f"client {i}")
-    assert len(rate._buckets) == CLIENTS
+        rates.seconds_to_wait(f"client {i}")
+    assert len(rates._buckets) == CLIENTS
 
 
 def test_places_are_taken_and_freed():

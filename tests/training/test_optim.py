@@ -10,7 +10,7 @@ from r3lite.training import optim
 
 def test_the_schedule_by_hand():
     """Ten steps, two of warm-up, down towards 0.1: thirds of the peak, the peak, then cosine eighths."""
-    rates = [optim.rate(k, 10, warmup=0.2, floor=0.1) for k in range(1, 11)]
+    rates = [optim.rate_share(k, 10, warmup=0.2, floor=0.1) for k in range(1, 11)]
     cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
     assert rates == pytest.approx([1 / 3, 2 / 3, *cosine])
     assert rates[2] == 1
@@ -19,25 +19,25 @@ def test_the_schedule_by_hand():
 
 def test_a_line_by_hand():
     """Ten steps, two of warm-up, down towards 0.2: thirds of the peak, then from 1 in eighths of 0.8."""
-    rates = [optim.rate(k, 10, 0.2, 0.2, "linear") for k in range(1, 11)]
+    rates = [optim.rate_share(k, 10, 0.2, 0.2, "linear") for k in range(1, 11)]
     assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
 
 
 def test_a_constant_rate_is_the_peak_after_the_warm_up():
-    assert [optim.rate(k, 4, 0.25, 1.0, "constant") for k in range(1, 5)] == [0.5, 1.0, 1.0, 1.0]
+    assert [optim.rate_share(k, 4, 0.25, 1.0, "constant") for k in range(1, 5)] == [0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize("total", [1, 2, 3, 100])
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
 def test_no_step_is_without_effect(total, warmup, schedule):
-    rates = [optim.rate(k, total, warmup, 0.0, schedule) for k in range(1, total + 1)]
+    rates = [optim.rate_share(k, total, warmup, 0.0, schedule) for k in range(1, total + 1)]
     assert all(0 < r <= 1 for r in rates)
     assert max(rates) == 1
 
 
 def test_a_floor_of_one_is_constant_after_the_warm_up():
-    assert [optim.rate(k, 6, 0.3, 1.0) for k in range(1, 7)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+    assert [optim.rate_share(k, 6, 0.3, 1.0) for k in range(1, 7)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
 
 
 def two_groups():

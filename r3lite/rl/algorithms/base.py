@@ -142,7 +142,7 @@ class Algorithm:
         return losses.token_mean(batch.action_mask)
 
     def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
-        """Returns the log [N] of the ratio that is clipped, for each action token: by default log pi - log pi_old."""
+        """Returns, for each action token, the log [N] of the ratio that is clipped: by default log pi - log pi_old."""
         return logprobs - actions.old_logprobs
 
     def loss(
