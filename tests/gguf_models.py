@@ -22,6 +22,9 @@ KINDS = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 32},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
+    "granite": {"model_type": "granite", "embedding_multiplier": 9.0, "attention_multiplier": 0.2,
+                "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
 }  # fmt: skip
 TEXTS = [
     "Who directed Blue Harbor?",

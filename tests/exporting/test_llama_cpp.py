@@ -96,7 +96,14 @@ def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "split", "bos"),
-    [("llama", "smollm", False), ("llama3", "llama-bpe", True), ("mistral", "gpt-2", False), ("qwen3", "qwen2", False)],
+    [
+        ("llama", "smollm", False),
+        ("llama3", "llama-bpe", True),
+        ("mistral", "gpt-2", False),
+        ("qwen3", "qwen2", False),
+        ("granite", "smollm", False),
+        ("smollm3", "llama-bpe", False),
+    ],
 )
 def test_families_and_splits(tmp_path, kind, split, bos):
     """Llama's rope is scaled from a short length on: with the published one the prompts are too short to show it."""
