@@ -23,15 +23,15 @@ from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 from r3lite.settings.rl import UNPAID_FOR_ANSWERS
 
-DRAWS_PER_CONTEXT = 4  # a round draws at most this many questions per context that it wants
-LEAST_DRAWS = 64  # and, as long as it has no context, at least so many
+DRAWS_PER_CONTEXT = 4  # a round draws at most so many questions for each context that it needs
+LEAST_DRAWS = 64  # while a round has no context, it may draw at least so many questions in all
 
 
 @dataclass(frozen=True)
 class AnswerRound(Round):
     """The ends of a round's contexts. Groups without variance are left out: nothing can be learned from them."""
 
-    drawn: list[Sequence] = field(default_factory=list)  # the whole episodes, some of which gave a context
+    drawn: list[Sequence] = field(default_factory=list)  # the whole episodes; some of them are contexts
 
     @property
     def token_count(self) -> int:
@@ -90,9 +90,9 @@ class AnswerSampler(RoundSampler):
         )
 
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns whole episodes, as many as are needed for --batch-size contexts or at most allowed, and the contexts.
+        """Returns whole episodes, and those of them that are contexts: --batch-size, or fewer if no more may be drawn.
 
-        Questions are drawn a few times, each time as many as the share of contexts so far makes necessary: episodes
+        Questions are drawn several times, each time as many as are needed at the share of contexts so far: episodes
         that are sampled together take hardly longer than one.
         """
         size = self.config.rl.batch_size

@@ -7,7 +7,7 @@ from r3lite.core.episode import CUT_OFF, MALFORMED, Episode
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.reward import EpisodeReward
 
-NGRAM = 4  # tokens
+NGRAM = 4  # tokens of an n-gram
 
 
 def round_metrics(
@@ -117,7 +117,7 @@ def episode_records(
 ) -> list[dict]:
     """Returns the lines of episodes.jsonl for round `number`: steps and rewards of each episode.
 
-    `learned` tells of each episode if its group is learned from; None: all are, and the lines do not say so.
+    `learned` says for each episode whether its group is learned from. None: all groups are, and no line says so.
     """
     records = []
     for episode, reward in zip(episodes, rewards, strict=True):

@@ -1,6 +1,6 @@
 """The replay buffer of ExGRPO (arXiv 2510.02245): successes of earlier rounds, as they were sampled.
 
-Knows tokens, their recorded log-probabilities and rewards; questions are ids.
+Knows tokens, their recorded log-probabilities and rewards. A question is its id here.
 """
 
 import math
@@ -16,9 +16,9 @@ from r3lite.core.records import Record, Source
 from r3lite.core.token_record import TokenRecord
 from r3lite.rl.batch import Batch, Rollout
 
-CENTRE = 0.5  # of the Gaussian over success rates
-WIDTH = 1.0
-ARRAYS = ("tokens", "action_mask", "logprobs")  # of a success
+CENTRE = 0.5  # the mean of the Gaussian over success rates
+WIDTH = 1.0  # its standard deviation
+ARRAYS = ("tokens", "action_mask", "logprobs")  # the fields of a success's record that are kept
 Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, and whether each succeeded
 
 
@@ -28,8 +28,8 @@ class Success:
 
     record: TokenRecord  # tokens in int32, mask in bool, log-probabilities in float32; no values
     reward: float
-    round: int  # in which it was sampled
-    signal: float | None = None  # see Rollout
+    round: int  # the round in which it was sampled
+    signal: float | None = None  # see Rollout.signal
 
     @staticmethod
     def of(rollout: Rollout, number: int) -> "Success":
@@ -66,11 +66,11 @@ class ReplayBuffer:
     """At most `size` successes, and at most `generations` of one question. Checkpoints keep it."""
 
     def __init__(self, size: int, generations: int, start: float):
-        """Nothing is chosen before a round in which the share `start` of the episodes succeeded."""
+        """`choose` returns nothing before a round in which the share `start` of the episodes has succeeded."""
         self.size = size
         self.generations = generations
         self.start = start
-        self.questions: dict[str, Experience] = {}
+        self.questions: dict[str, Experience] = {}  # by the id of the question
         self.retired: set[str] = set()  # questions all of whose episodes in a round succeeded
         self.started = False
 
@@ -96,7 +96,7 @@ class ReplayBuffer:
         questions: list[str],
         mean_entropies: Callable[[Batch], Tensor],
     ) -> dict[str, Success]:
-        """Returns the success of each question on which the current policy's mean entropy is lowest."""
+        """Returns, by question, the success on whose tokens the current policy's mean entropy is lowest."""
         pairs: list[tuple[str, Success]] = []
         for question in questions:
             pairs += [(question, success) for success in self.questions[question].successes]
@@ -113,7 +113,7 @@ class ReplayBuffer:
         return successes
 
     def add(self, number: int, groups: dict[str, Outcomes]) -> None:
-        """Adds round `number`: the episodes of each question that have a reward, and whether each succeeded.
+        """Adds the episodes of round `number` that have a reward, by question.
 
         A question has more episodes than a group if it was drawn more than once.
         """
@@ -139,7 +139,7 @@ class ReplayBuffer:
                 self.questions[question] = Experience(rate, successes[-self.generations :])
 
     def _drop_oldest(self) -> None:
-        """Drops as many of the oldest successes as there are more than `size`."""
+        """Drops the oldest successes until there are `size`."""
         ages = []
         for question, experience in self.questions.items():
             ages += [(success.round, question) for success in experience.successes]
@@ -158,7 +158,7 @@ class ReplayBuffer:
         return sum(len(experience.successes) for experience in self.questions.values())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the buffer's sizes, for the log."""
+        """Returns the numbers of successes, of their questions and of retired questions."""
         return {
             "replay/size": self.count,
             "replay/questions": len(self.questions),
@@ -166,9 +166,9 @@ class ReplayBuffer:
         }
 
     def state_dict(self) -> dict:
-        """Returns the state as JSON values, but for `tensors`.
+        """Returns the state as JSON values, except `tensors`.
 
-        These share memory with the buffer: this is called before every round.
+        The tensors share memory with the buffer, because this is called before every round.
         """
         questions = []
         tensors = {}
@@ -188,7 +188,7 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is none."""
+        """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
         record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}

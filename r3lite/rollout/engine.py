@@ -275,6 +275,7 @@ class Engine:
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         drafter.count(agreement)
+        # The cache also has the drafts that were not accepted. The last token of a sequence has not been run.
         for row, sequence in enumerate(running):
             scheduler.truncate(row, len(sequence.tokens) - 1)
         return [sequence for row, sequence in enumerate(running) if row not in agreement.failed]

@@ -18,9 +18,9 @@ LEAST_SHARED = 16  # a shorter common prefix is prefilled again rather than copi
 class CommonPrefix(NamedTuple):
     """What a sequence has in common with the rows of a cache."""
 
-    row: int  # that has the longest prefix of the sequence in the cache
-    cached_length: int  # tokens of that prefix
-    length_after_prefill: int  # the longest such prefix once the rows that are not yet prefilled are; 0 if all are
+    row: int  # the row with the longest prefix of the sequence that is in the cache
+    cached_length: int  # number of tokens of that prefix
+    length_after_prefill: int  # the longest prefix shared with a row that is not prefilled so far; 0 if there is none
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Scheduler:
     cache: KVCache
     rows: list[Sequence] = field(default_factory=list)  # rows[i] is in row i of the cache
     active: int = 0  # number of running rows, which come first
-    last_released: Sequence | None = None  # with all rows free, row 0 of the cache still has its tokens, to copy
+    last_released: Sequence | None = None  # if all rows are free, row 0 of the cache still has its tokens
 
     @property
     def running(self) -> list[Sequence]:
@@ -80,7 +80,10 @@ class Scheduler:
         return CommonPrefix(prefix_row, cached_length, length_after_prefill)
 
     def _distinct_rows(self) -> Iterator[tuple[int, Sequence]]:
-        """Yields one row of each question, if possible one whose prompt is in the cache."""
+        """Yields one row of each question, if possible one whose prompt is in the cache.
+
+        If all rows are free, it yields the last sequence, whose tokens row 0 of the cache still has.
+        """
         if not self.rows and self.last_released:
             yield 0, self.last_released
         row_of_question: dict[int, int] = {}
@@ -109,12 +112,12 @@ class Scheduler:
         self.last_released = self.rows.pop()
 
     def truncate(self, row: int, length: int) -> None:
-        """Makes a row of the cache, and what its sequence counts of it, end after its first `length` tokens."""
+        """Drops what a row of the cache has after its first `length` tokens, and updates its sequence's `cached`."""
         self.cache.truncate(row, length)
         self.rows[row].cached = length
 
     def discard(self, sequence: Sequence) -> None:
-        """Frees the row of a running sequence, and clears it: its keys and values may be no numbers.
+        """Frees the row of a running sequence, and clears it: its keys and values may not be finite.
 
         The next sequence in the row masks what it has not written, but a mask does not remove a NaN from a sum.
         """
