@@ -18,9 +18,6 @@ WORLD = shipped("data", "world")
 EVERY = 0.5  # seconds between two looks
 MOST_GROWTH = 1.02
 LEAST_SPEED = 0.97
-# oneDNN compiles code for each shape of a product, half a MiB, and keeps that of the last 1,024 shapes. That is growth
-# without a fault, and would hide one. With so few it ends early.
-KERNELS = 64
 TINY = ["--preset", "tiny", "--dtype", "fp32"]
 
 
@@ -103,11 +100,7 @@ def watched(command: list[str], folder: Path, total: int) -> tuple[list[Look], i
     """Looks at a command until it ends, and its exit status."""
     looks, done = [], logged(folder)
     with open(folder.with_suffix(".log"), "w") as log:
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS),
-        }
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         while process.poll() is None:
             if found := look(process.pid, folder, done):
