@@ -57,6 +57,7 @@ time is the only limit).
 demonstrations without thoughts teaches them to leave the thought empty. Where the template removes the thoughts of
 earlier replies, SFT trains each of these replies in a row of its own, and `serve` removes them. The steps of an episode
 keep theirs, because an episode is one growing sequence; a program that renders it with the template removes them.
+LFM2.5's template keeps the thought of the last earlier reply only; SFT rows keep all.
 
 ## Quantized files
 

@@ -21,6 +21,7 @@ KINDS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True},
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 32},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
     "granite": {"model_type": "granite", "embedding_multiplier": 9.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},

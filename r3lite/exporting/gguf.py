@@ -2,7 +2,7 @@
 (extra gguf), which this file imports.
 
 Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there),
-Granite 3 and SmolLM3. Norms and biases stay in fp32, as there.
+Granite 3, SmolLM3 and LFM2. Norms, biases and convolutions stay in fp32, as there.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.gguf_files import LIKE_LLAMA, ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.layer_kinds import NO_ROPE_INTERVAL
+from r3lite.models.lfm2 import TAPS, Lfm2Layer
 from r3lite.models.rotary import divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
@@ -73,9 +74,11 @@ def _name(path: str) -> str:
 
 def _architecture(config: ModelConfig) -> str:
     """Returns llama.cpp's name of a model's network; raises R3LiteError if r3lite writes no such files."""
+    if config.layer is Lfm2Layer and config.rope_scaling is None:
+        return "lfm2"
     has_windows = any(kind.window for kind in config.layer_kinds)
     if config.layer or has_windows or (config.layer_kinds and not _is_smollm3(config)):
-        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite and smollm3 without windows"
+        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows and of lfm2"
         raise R3LiteError(f"{cause}, not of this model", REMEDY, code="gguf-family")
     if config.layer_kinds:
         return "smollm3"
@@ -132,7 +135,7 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(_kv_heads(config))
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -140,6 +143,9 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if architecture == "lfm2":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
     if architecture in LIKE_LLAMA:
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(config.head_dim)
@@ -151,11 +157,20 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
         writer.add_logit_scale(config.logits_scaling)
 
 
+def _kv_heads(config: ModelConfig) -> int | list[int]:
+    """Returns the key/value heads of all layers, or of each if some have none."""
+    if not config.layer_kinds:
+        return config.num_key_value_heads
+    return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
+
+
 def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
     for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
         type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
         kind = gguf.GGMLQuantizationType[type_name]
         numbers = tensor.detach().float().numpy()
+        if tensor.dim() == 3:  # a convolution, whose channels are by themselves
+            numbers = numbers.squeeze(1)
         heads = _heads(model, name)
         if heads:
             numbers = numbers[np.argsort(row_order(len(numbers), heads))]
@@ -203,4 +218,4 @@ def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
     tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
     for name, tensor in tensors.items():
         stored = replace(header.tensors[_name(name)], heads=_heads(model, name))
-        tensor.copy_(stored[:])
+        tensor.copy_(stored[:].view_as(tensor))

@@ -154,8 +154,9 @@ class Ring:
     ) -> RingSlots:
         """Returns the slots of tokens at positions [N] in rows [N]; `padding`: the position of rows that only pad."""
         back = torch.arange(self.taps - 1, -1, -1, device=positions.device)
+        size = torch.full_like(back, self.size)
         seen = positions[:, None] - back  # [N, taps]
-        read = torch.where(seen < 0, self.empty, seen % self.size)
+        read = torch.where(seen < 0, self.empty, seen % size)
         written = read[:, -1]
         if padding is not None:
             written = torch.where(positions == padding, self.unread, written)

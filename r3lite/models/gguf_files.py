@@ -35,6 +35,13 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+# The same of LFM2; files of it are written, not read.
+LFM2_NAMES = {
+    "token_embd_norm": "model.embedding_norm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv", "shortconv.out_proj": "conv.out_proj",
+    "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+}  # fmt: skip
 MAX_READS = 1 << 22  # of a header: a vocabulary and its merges take a million
 TILE = 1 << 20  # numbers dequantized at once
 SAMPLED = 64  # rows by which two matrices are compared
@@ -55,7 +62,7 @@ def gguf_name(name: str) -> str:
     """Returns the name that a GGUF file gives a tensor, or a layer, of a checkpoint."""
     match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?", name)
     layer, path, kind = match.groups("")
-    theirs = next(gguf for gguf, ours in NAMES.items() if ours == path)
+    theirs = next(gguf for gguf, ours in (*NAMES.items(), *LFM2_NAMES.items()) if ours == path)
     prefix = f"blk.{layer}." if layer else ""
     return f"{prefix}{theirs}{kind}"
 

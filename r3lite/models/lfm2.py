@@ -147,9 +147,7 @@ def _intermediate_size(record: Record, size: int) -> int:
     if not record.flag("block_auto_adjust_ff_dim", True):
         return size
     size = int(2 * size / 3)
-    multiplier = record.number("block_ffn_dim_multiplier", None, low=0, high=1e6, above=True)
-    if multiplier is None and "block_ffn_dim_multiplier" in record.values:
-        return size
-    size = int((multiplier or 1) * size)
+    multiplier = record.number("block_ffn_dim_multiplier", 1.0, low=0, high=1e6, above=True)
+    size = int(multiplier * size)
     multiple = record.whole("block_multiple_of", MULTIPLE, low=1, high=1 << 20)
     return -(-size // multiple) * multiple

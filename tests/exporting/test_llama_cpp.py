@@ -103,6 +103,7 @@ def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
         ("qwen3", "qwen2", False),
         ("granite", "smollm", False),
         ("smollm3", "llama-bpe", False),
+        ("lfm2", "llama-bpe", True),
     ],
 )
 def test_families_and_splits(tmp_path, kind, split, bos):
@@ -115,9 +116,9 @@ def test_families_and_splits(tmp_path, kind, split, bos):
     check(load_model(folder, torch.float32, "cpu"), folder, served(path), texts)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama3"])
-def test_an_adapter_alone(tmp_path, kind):
-    folder = write_model(tmp_path / "source", kind, "smollm" if kind == "llama3" else "qwen2")
+@pytest.mark.parametrize(("kind", "split"), [("qwen3", "qwen2"), ("llama3", "smollm"), ("lfm2", "smollm")])
+def test_an_adapter_alone(tmp_path, kind, split):
+    folder = write_model(tmp_path / "source", kind, split)
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
     model = load_model(folder, torch.float32, "cpu")
     lora.add_adapter(model, "a", 4, 8.0)

@@ -20,16 +20,15 @@ from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
 from r3lite.models import lora
-from r3lite.models.causal_lm import LayerKind, ModelConfig
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import KVCache
-from r3lite.models.lfm2 import Lfm2Layer, Lfm2Trunk
-from r3lite.models.rotary import Rope
 from r3lite.models.saving import save_nf4
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.layout import Layout
 from r3lite.settings import LoraSettings
+from tests.lfm2_models import in_file, switches
 from tests.packed_folders import write_packed
 
 pytestmark = pytest.mark.usefixtures("fast_half_products")
@@ -112,17 +111,7 @@ def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed,
             "sliding_window": 300,
             "head_dim": 64,
         },
-        {
-            "model_type": "lfm2",
-            "qkv_bias": False,
-            "qk_norm": True,
-            "layer": Lfm2Layer,
-            "trunk": Lfm2Trunk,
-            "layer_kinds": (LayerKind(None, taps=3), LayerKind(None, taps=3), LayerKind(Rope(10_000.0))) * 2,
-            "layer_types": ["conv", "conv", "full_attention"] * 2,
-            "norm_eps": 1e-6,
-            "block_auto_adjust_ff_dim": False,
-        },
+        in_file(LAYERS) | switches(LAYERS),
     ],
     ids=lambda family: family["model_type"],
 )
@@ -130,7 +119,8 @@ def test_sft_of_other_families_takes_what_was_planned(
     folder, tmp_path, plans, small_model, write_folder, family, recomputed
 ):
     """Attention was once planned as if its heads were as wide as the hidden states."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 6000}
+    family = {"num_hidden_layers": LAYERS} | family
     changes = {name: value for name, value in family.items() if name in ModelConfig.__dataclass_fields__}
     in_file = {name: value for name, value in family.items() if name not in changes}
     write_folder(small_model(**sizes, **changes), folder, **in_file)
@@ -206,6 +196,21 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     assert plans[0].workload.scores == passes and plans[0].workload.critic == (algorithm == "ppo")
 
 
+def test_a_round_with_short_convolutions_takes_what_was_planned(
+    folder, tmp_path, plans, monkeypatch, small_model, write_folder
+):
+    write_folder(small_model(**SIZES | switches(LAYERS)), folder, **in_file(LAYERS))
+    question = full_question(str(folder), tmp_path, 264)
+    monkeypatch.setattr(Layout, "turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
+    sizes = [*question, "--max-new-tokens", "48", "--max-length", "312", "--num-generations", "4", "--max-steps", "1"]
+    more = ["--mini-batch-size", "2", "--micro-batch-size", "2", "--algorithm", "grpo", "--quantize", "none"]
+    more += ["--rollout-batch-size", "2"]
+    with LiveTensors() as counter:
+        options = [*sizes, *more, "--dtype", "fp32", "--recompute-layers", str(LAYERS), "--loss-chunk", "16"]
+        assert ppo.main(flags(folder, tmp_path, *options)) == 0
+    assert plans[0].peak == pytest.approx(counter.peak, rel=0.03)
+
+
 def test_a_teacher_beside_the_policy_takes_what_was_planned(folder, tmp_path, plans, small_model, write_folder):
     """All episodes of a random model fail, and are read by a model that is larger than it."""
     student = write_folder(small_model(num_hidden_layers=1, vocab_size=6000), tmp_path / "student")
@@ -273,13 +278,16 @@ def held(tensors) -> int:
     return sum(planner.rounded(size) for size in storages.values())
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["tied", "untied", "convolutions"])
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
-    small_model, write_folder, tmp_path, tied, dtype, quantize
+    small_model, write_folder, tmp_path, kind, dtype, quantize
 ):
-    sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 301, "tie_word_embeddings": tied}
-    written = write_folder(small_model(**sizes), tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 301, "tie_word_embeddings": kind == "tied"}
+    if kind == "convolutions":
+        written = write_folder(small_model(**sizes, **switches(5)), tmp_path, **in_file(5))
+    else:
+        written = write_folder(small_model(**sizes), tmp_path)
     model = load_model(written, getattr(torch, dtype), "cpu", quantize=quantize)
     w = Workload(model.config, 301, getattr(torch, dtype).itemsize, 700, lora_r=3, targets=TARGETS[1:], episodes=4)
     assert held([*model.parameters(), *model.buffers()]) == planner.weight_bytes(w, quantize)
@@ -302,8 +310,10 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
         cache = KVCache.of(model, 4)
         for T in range(100, 701, 100):
             cache.reserve(T)
-    block = planner.kv_bytes(w, 4, w.row_tokens) // (3 + 1)
-    assert held([layer.block for layer in cache.layers]) == 3 * block
+    of_layers = []
+    for layer in cache.layers:
+        of_layers.append(held(tensor for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)))
+    assert sum(of_layers) + max(of_layers) == planner.kv_bytes(w, 4, w.row_tokens)
     assert counter.peak <= planner.kv_bytes(w, 4, w.row_tokens)
 
 

@@ -4,26 +4,17 @@ import pytest
 import torch
 
 from r3lite.models.carried import SAVED_EVERY, SPARE, KeysValues, Ring
-from r3lite.models.causal_lm import LayerKind
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
-from r3lite.models.lfm2 import Lfm2Layer, Lfm2Trunk
-from r3lite.models.rotary import Rope
 from r3lite.models.verification import Verification
 from r3lite.settings.rollout import MOST_DRAFTED
+from tests.lfm2_models import switches
 
 LENGTH = 3 * SAVED_EVERY + 30
-LFM2 = {
-    "layer": Lfm2Layer,
-    "trunk": Lfm2Trunk,
-    "qk_norm": True,
-    "qkv_bias": False,
-    "layer_kinds": (LayerKind(None, taps=3), LayerKind(Rope(10_000.0)), LayerKind(None, taps=3)),
-}
 
 
 @pytest.fixture
 def model(small_model):
-    return small_model(**LFM2)
+    return small_model(**switches(3))
 
 
 @pytest.fixture

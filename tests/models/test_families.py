@@ -259,6 +259,31 @@ def test_a_family_s_defaults_are_those_of_transformers(tmp_path, model_type):
     assert ours.num_key_value_heads == (4 if model_type == "llama" else 2)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},  # all layers attend, and feed-forward networks are two thirds as wide as the file says
+        {"full_attn_idxs": [1], "block_ff_dim": 6656, "tie_embedding": False, "conv_L_cache": 4, "theta": 7.0},
+        {"layer_types": ["full_attention", "conv"], "block_ffn_dim_multiplier": 2},
+        {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 64, "norm_eps": 1e-3},
+        {"block_auto_adjust_ff_dim": False, "rope_theta": 5e5, "full_attn_idxs": []},
+    ],
+)
+def test_what_a_config_of_lfm2_says_is_what_transformers_reads(tmp_path, values):
+    values = SMALL | values
+    theirs = transformers.Lfm2Config(**values)
+    with torch.device("meta"):
+        feed_forward = transformers.Lfm2ForCausalLM(theirs).model.layers[0].feed_forward
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lfm2"} | values))
+    ours = read_config(tmp_path)
+    taps = [theirs.conv_L_cache if name == "conv" else 0 for name in theirs.layer_types]
+    assert [ours.kind(layer).taps for layer in range(2)] == taps
+    assert ours.intermediate_size == feed_forward.w1.out_features
+    assert (ours.tie_word_embeddings, ours.rms_norm_eps) == (theirs.tie_word_embeddings, theirs.norm_eps)
+    ropes = {kind.rope.theta for kind in ours.layer_kinds if kind.rope}
+    assert ropes <= {theirs.rope_parameters["rope_theta"]} and bool(ropes) == (0 in taps)
+
+
 def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
     def ours(**values):
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 36, **values}))
@@ -327,6 +352,12 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
+        ({"model_type": "lfm2", "conv_bias": True}, "conv_bias is true"),
+        ({"model_type": "lfm2", "conv_L_cache": 1}, "conv_L_cache is 1"),
+        ({"model_type": "lfm2", "layer_types": ["conv"]}, "layer_types has 1 layers"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "mamba"]}, "layer_types has 'mamba'"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "sliding_attention"]}, "sliding-window attention is on"),
+        ({"model_type": "lfm2_moe"}, "model_type is 'lfm2_moe' (did you mean lfm2?)"),
         ({"model_type": "granitemoehybrid"}, "layer_types has 'mamba'"),
         ({"model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 2}, "num_local_experts is 8"),
         ({"model_type": "qwen3", "head_dim": 31}, "head_dim is 31"),

@@ -10,6 +10,7 @@ from r3lite.models.functions import geglu
 from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.packing import states_before
+from tests.lfm2_models import switches
 
 ROWS = [[5, 6, 7, 5, 9, 5, 11], [3, 4, 5]]
 
@@ -26,7 +27,10 @@ GEMMA = {"norm": ZeroCentredRMSNorm, "activation": geglu, "layer": GemmaLayer, "
          "embedding_multiplier": 8.3, "rounds_multiplier": True, "logits_scaling": 3.0}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [{}, {"tie_word_embeddings": False}, GEMMA], ids=["tied", "untied", "gemma"])
+FAMILIES = {"tied": {}, "untied": {"tie_word_embeddings": False}, "gemma": GEMMA, "lfm2": switches(3)}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 @pytest.mark.parametrize("memory", [Memory(recompute_layers=3, mlp_tile=4), Memory(recompute_layers=1)])
 def test_gradients_are_those_of_autograd(small_model, family, memory):
     plain = small_model(**family).requires_grad_()

@@ -1,10 +1,11 @@
-"""Norm, SwiGLU and rotary positions against autograd's own gradients, and that they keep only what they were given."""
+"""Norm, SwiGLU, convolutions and rotary positions against autograd's own gradients, and that they keep only what they
+were given."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from r3lite.models.functions import geglu, rms_norm, rotate_, swiglu
+from r3lite.models.functions import causal_convolution, geglu, rms_norm, rotate_, swiglu
 from r3lite.models.rotary import Rope, rotary_angles
 
 
@@ -93,3 +94,24 @@ def test_rotation_in_place(tensors):
     with torch.no_grad():
         y = x.clone()
         assert rotate_(y, 4, cos, sin).data_ptr() == y.data_ptr() and torch.equal(y, out)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_causal_convolution(trains):
+    """A frozen weight needs nothing of x in the backward pass."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, upstream = (torch.randn(*s, generator=generator) for s in ((2, 9, 5), (5, 3), (2, 7, 5)))
+    x.requires_grad_()
+    weight.requires_grad_(trains)
+    expected = F.conv1d(x.transpose(1, 2), weight[:, None], groups=5).transpose(1, 2)
+    inputs = [x, weight] if trains else [x]
+    grads = torch.autograd.grad(expected, inputs, upstream)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = causal_convolution(x, weight)
+    assert torch.allclose(out, expected, atol=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(out, inputs, upstream), grads, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert sum(t.numel() for t in kept) == weight.numel() + trains * x.numel()
+    with torch.no_grad():
+        assert torch.equal(causal_convolution(x, weight), out)

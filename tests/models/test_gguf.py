@@ -75,7 +75,7 @@ def rewrite(path, out, changes=None, tensors=None, architecture=None):
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lfm2"}))  # its files are written, not read
 @torch.no_grad()
 def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     source, path = models(kind)

@@ -9,6 +9,7 @@ import torch
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
 from r3lite.models.packing import GRANULE, Pack, pack_rows, states_at
+from tests.lfm2_models import switches
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -32,9 +33,10 @@ ROWS = [
 CHOSEN = [[random.Random(len(row)).random() < 0.5 or t == len(row) - 1 for t in range(len(row))] for row in ROWS]
 
 
-@pytest.fixture
-def model(small_model):
-    model = small_model().train()
+@pytest.fixture(params=["attention", "convolutions"])
+def model(small_model, request):
+    changes = switches(3) if request.param == "convolutions" else {}
+    model = small_model(**changes).train()
     lora.add_adapter(model, "policy", r=4, alpha=8)
     generator = torch.Generator().manual_seed(1)
     for key, p in lora.adapter_parameters(model, "policy").items():

@@ -14,6 +14,7 @@ from r3lite.models.saving import save_nf4
 from r3lite.models.streaming import LayerStream
 from r3lite.models.weights import load_model
 from r3lite.rollout.decoder import Decoder
+from tests.lfm2_models import in_file, switches
 
 ROWS = [list(range(1, 31)), list(range(40, 77))]
 CHOSEN = [[True] * len(row) for row in ROWS]
@@ -21,9 +22,14 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192}
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here")
 
 
-@pytest.fixture(params=["tied", "untied", "odd", "heads normalized"])
+@pytest.fixture(params=["tied", "untied", "odd", "heads normalized", "convolutions"])
 def folder(request, small_model, write_folder, tmp_path):
-    """A model folder; `odd`: the first layer and the last one have the same place."""
+    """A model folder; `odd`: the first layer and the last one have the same place.
+
+    Layers with convolutions are larger than those with attention, and take turns with them in one place.
+    """
+    if request.param == "convolutions":
+        return write_folder(small_model(**SIZES, **switches(4)), tmp_path / "model", **in_file(4))
     changes = {"num_hidden_layers": 5 if request.param == "odd" else 4, "tie_word_embeddings": request.param == "tied"}
     changes |= {"qk_norm": True, "qkv_bias": False} if request.param == "heads normalized" else {}
     more = {"model_type": "qwen3"} if request.param == "heads normalized" else {}

@@ -28,11 +28,12 @@ SPECIAL = {
            "<\uff5cAssistant\uff5c>"],
     "phi3": ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     "gemma": ["<bos>", "<end_of_turn>", "<start_of_turn>"],
+    "lfm2.5": ["<|startoftext|>", "<|im_end|>", "<|im_start|>"],
     "granite4": ["<|pad|>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"],
 }  # fmt: skip
 SPECIAL["llama3.2"] = SPECIAL["llama3"]
 TAGS = {family: ["<think>", "</think>", "<tool_call>", "</tool_call>"] for family in ("qwen2.5", "qwen3_tools")}
-TAGS["r1"] = TAGS["smollm3"] = ["<think>", "</think>"]
+TAGS["r1"] = TAGS["smollm3"] = TAGS["lfm2.5"] = ["<think>", "</think>"]
 SPIECE = {"tinyllama": "prepended", "llama2": "prepended", "mistral": "first"}  # SentencePiece's space
 FOLDED = {"mistral", "gemma"}  # a system message stands before the first user message
 MERGES = [
