@@ -10,6 +10,7 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.models import lora
+from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -92,9 +93,14 @@ class FakeVllm(ThreadingHTTPServer):
             raise Bad(400, "the text would lack the stop string that its tokens have")
         written, logprobs, reason = [], [], "length"
         generator = torch.Generator().manual_seed(body.get("seed", 0))
+        cache = KVCache.of(self.model, 1)
         with lora.use_adapter(self.model, None if name == "base" else name):
+            if len(ids) > 1:
+                prefill = Prefill(cache, [(0, ids[:-1])])
+                self.model(prefill.tokens, prefill)
             for _ in range(most):
-                hidden = self.model(torch.tensor([ids + written]))[0, -1]
+                last = [*ids, *written][-1]
+                hidden = self.model(torch.tensor([[last]]), cache.decode(1))[0, -1]
                 logits = (hidden @ self.model.head_weight.T).float()[: self.tokenizer.size]
                 scaled = torch.log_softmax(logits / body["temperature"], -1)
                 if body.get("top_k", -1) == 1:

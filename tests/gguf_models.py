@@ -23,6 +23,9 @@ KINDS = {
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 32},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
+    "granite": {"model_type": "granite", "embedding_multiplier": 9.0, "attention_multiplier": 0.2,
+                "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
 }  # fmt: skip
 TEXTS = [
     "Who directed Blue Harbor?",

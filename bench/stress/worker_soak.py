@@ -27,6 +27,15 @@ from r3lite.core.files import read_jsonl
 QUESTIONS = 2  # of a round
 EPISODES = 4  # of a question
 SIZES = ["--max-new-tokens", "16", "--max-hops", "1"]  # that trainer and workers must have in common
+# In fp32, oneDNN keeps half a MiB of compiled code for each shape of a product, and new shapes still come after 200
+# rounds. That growth would hide a leak, so the trainer does without oneDNN.
+TRAIN = """
+import sys
+import torch
+torch.backends.mkldnn.enabled = False
+from r3lite import ppo
+sys.exit(ppo.main(sys.argv[1:]))
+"""
 QUIET_ROUNDS = 2  # between two troubles
 PIECE = 1 << 16  # bytes that a link passes on at a time
 MIB = 1 << 20
@@ -153,6 +162,8 @@ def run(folder: Path, total: int) -> dict:
         looks = watch(command, output, total)
     finally:
         trouble.is_over.set()
+        if trouble.ident is not None:  # it was started
+            trouble.join()  # it may be starting a worker
         for worker in workers:
             worker.kill()
     rounds = rounds_of(output)
@@ -198,7 +209,7 @@ def trainer(folder: Path, total: int, servers: list[str]) -> list[str]:
     sizes = f"--batch-size {QUESTIONS} --num-generations {EPISODES} --mini-batch-size 8 --update-epochs 1"
     sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 5 --algorithm grpo --kl-beta 0.01"
     start = ["--adapter", str(folder / "start"), "--rollout-server", ",".join(servers)]
-    return [sys.executable, "-m", "r3lite.ppo", *watching.TINY, *data, *SIZES, *sizes.split(), *start]
+    return [sys.executable, "-c", TRAIN, *watching.TINY, *data, *SIZES, *sizes.split(), *start]
 
 
 def watch(command: list[str], output: Path, total: int, *flags: str) -> list[watching.Look]:

@@ -1,8 +1,8 @@
 """A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`
 (extra gguf), which this file imports.
 
-Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there) and
-LFM2. Norms, biases and convolutions stay in fp32, as there.
+Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there),
+Granite 3, SmolLM3 and LFM2. Norms, biases and convolutions stay in fp32, as there.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from r3lite.core.files import PART, move, read_record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig
-from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
+from r3lite.models.gguf_files import LIKE_LLAMA, ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
+from r3lite.models.layer_kinds import NO_ROPE_INTERVAL
 from r3lite.models.lfm2 import TAPS, Lfm2Layer
 from r3lite.models.rotary import divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
@@ -72,14 +73,29 @@ def _name(path: str) -> str:
 
 
 def _architecture(config: ModelConfig) -> str:
+    """Returns llama.cpp's name of a model's network; raises R3LiteError if r3lite writes no such files."""
     if config.layer is Lfm2Layer and config.rope_scaling is None:
         return "lfm2"
-    if config.layer or config.layer_kinds or config.attention_scale or config.logits_scaling != 1:
-        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral without windows and lfm2, not of this model"
-        raise R3LiteError(cause, REMEDY, code="gguf-family")
+    has_windows = any(kind.window for kind in config.layer_kinds)
+    if config.layer or has_windows or (config.layer_kinds and not _is_smollm3(config)):
+        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows and of lfm2"
+        raise R3LiteError(f"{cause}, not of this model", REMEDY, code="gguf-family")
+    if config.layer_kinds:
+        return "smollm3"
+    if config.attention_scale is not None:
+        return "granite"
     if config.qkv_bias:
         return "qwen2"
     return "qwen3" if config.qk_norm else "llama"
+
+
+def _is_smollm3(config: ModelConfig) -> bool:
+    """Returns whether every fourth layer has no positions, which llama.cpp takes for granted, and no other one."""
+    for layer, kind in enumerate(config.layer_kinds):
+        is_without_positions = kind.rope is None
+        if is_without_positions != ((layer + 1) % NO_ROPE_INTERVAL == 0):
+            return False
+    return True
 
 
 def _heads(model: CausalLM, name: str) -> int:
@@ -130,9 +146,15 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture == "lfm2":
         writer.add_vocab_size(config.vocab_size)
         writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
-    if architecture == "llama":
+    if architecture in LIKE_LLAMA:
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(config.head_dim)
+    if architecture == "granite":
+        # The residual multiplier is in the embedding's, and in the norms' eps: see models/granite.py.
+        writer.add_residual_scale(1.0)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_scale)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def _kv_heads(config: ModelConfig) -> int | list[int]:

@@ -21,7 +21,8 @@ from r3lite.core.files import read_record
 from r3lite.core.records import Record, Source
 
 VERSIONS = (2, 3)
-ARCHITECTURES = ("qwen2", "qwen3", "llama")  # llama: also Mistral
+ARCHITECTURES = ("qwen2", "qwen3", "llama")  # that are read; llama: also Mistral
+LIKE_LLAMA = ("llama", "granite", "smollm3")  # architectures in which queries and keys are laid out as in `row_order`
 REMEDY = "Download the file again."
 TYPES = "Use a file in Q4_0 to Q8_0, K-quants, F16, BF16 or F32."
 EMBEDDING = "token_embd.weight"
@@ -82,7 +83,7 @@ def heads_of(
     kv_heads: int,
 ) -> int:
     """Returns by how many heads the rows of a published tensor are reordered in GGUF; 0: not at all."""
-    if architecture != "llama":
+    if architecture not in LIKE_LLAMA:
         return 0
     if ".q_proj." in name:
         return heads

@@ -11,7 +11,7 @@ Much of what a trained model writes stands before it: in the question, in docume
    place by place, as it does without drafts, those rows whose tokens agree with their drafts so far. A row leaves when
    its token differs, ends its turn or is no number. So a uniform number is drawn for a token that is kept, and for no
    other; tokens are those of sampling one by one, but for the rounding of wider passes.
-4. Roll-back. The cache, and what a sequence counts of it, end with the tokens that were kept: `Scheduler.truncate`.
+4. Roll-back. The rows of the cache end with the tokens that were kept: `Scheduler.split`.
    If a number of the pass is not finite, all of it is taken back, and the rows are run without drafts: what follows a
    draft has a weight of 0 in the attention of places before it, which does not remove a NaN.
 
@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from r3lite.models.causal_lm import CausalLM
 from r3lite.rollout.sequence import Sequence
-from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED, LengthSettings
+from r3lite.settings.rollout import MOST_DRAFTED, LengthSettings
 
 LONGEST_MATCH = 8  # a longer match counts as one of this length
 # A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
@@ -95,7 +95,7 @@ class Agreement:
 
     examined: list[int]  # drafted tokens that were compared with sampled ones
     accepted: list[int]  # those that were equal
-    failed: set[int]  # rows whose logits were not finite
+    failed: set[int]  # ids of the sequences whose logits were not finite
 
 
 class Drafter:
@@ -133,8 +133,6 @@ class Drafter:
         price = MARGIN * self.place_cost * per_pass  # the tokens that a place must bring to pay
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
-        if len(rows) > DRAFTING_ROWS:
-            return drafts
         self._read(rows)
         free_places = MOST_DRAFTED
         gain = 0.0
@@ -224,12 +222,12 @@ def drafter_of(
 
 
 def accept_drafts(
-    rows: list[Sequence],
+    rows: list[list[Sequence]],
     drafts: list[list[int]],
     sample: Callable[[list[int], list[Sequence]], list[Sequence]],
     turn_is_over: Callable[[Sequence], bool],
 ) -> Agreement:
-    """Samples the tokens of each row that agree with its draft, and one more.
+    """Samples the tokens of each row's sequences that agree with the row's draft, and one more.
 
     The pass has the last token of the first row and its draft, then those of the next row, and so on.
     `sample(places, sequences)` writes the token that follows each of these places to its sequence, and returns the
@@ -238,23 +236,22 @@ def accept_drafts(
     lengths = [1 + len(draft) for draft in drafts]
     first_places = [0, *accumulate(lengths)]
     agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), failed=set())
-    going = list(range(len(rows)))
+    going = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
     depth = 0
     while going:
-        places = [first_places[row] + depth for row in going]
-        sampled = sample(places, [rows[row] for row in going])
+        places = [first_places[row] + depth for row, _ in going]
+        sampled = sample(places, [sequence for _, sequence in going])
         sampled_ids = {id(sequence) for sequence in sampled}
         agreeing = []
-        for row in going:
-            sequence = rows[row]
+        for row, sequence in going:
             if id(sequence) not in sampled_ids:
-                agreement.failed.add(row)
+                agreement.failed.add(id(sequence))
             elif depth < len(drafts[row]):
                 agreement.examined[row] += 1
                 if sequence.tokens[-1] == drafts[row][depth]:
                     agreement.accepted[row] += 1
-                    agreeing.append(row)
-        going = [row for row in agreeing if not turn_is_over(rows[row])]
+                    agreeing.append((row, sequence))
+        going = [(row, sequence) for row, sequence in agreeing if not turn_is_over(sequence)]
         depth += 1
     return agreement
 

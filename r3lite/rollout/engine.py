@@ -29,8 +29,10 @@ from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.drafts import Drafter, accept_drafts, drafter_of, room
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.scheduler import Scheduler, passes
+from r3lite.rollout.prefixes import prefills, samplings
+from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.settings.rollout import DRAFTING_ROWS
 
 
 @dataclass
@@ -225,60 +227,57 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
-        uncached_tokens = [sequence.tokens[sequence.cached : -1] for sequence in scheduler.running]
-        for parts in passes(uncached_tokens, self.grant.memory.micro_batch_tokens):
-            prefill = Prefill(scheduler.cache, parts)
+        scheduler.split()  # documents may differ
+        cache = scheduler.cache
+        limit = self.grant.memory.micro_batch_tokens
+        for parts in prefills(scheduler.rows, scheduler.active, cache, limit=limit):
+            prefill = Prefill(cache, parts)
             self.model(prefill.tokens, prefill)
-            for row, tokens in parts:
-                scheduler.rows[row].cached += len(tokens)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
         """Runs the last token of each running sequence and samples the next one; returns those that have got one.
 
-        With drafts, a sequence may get several.
+        With drafts, a sequence may get several. What is computed for a row is for all sequences that share it.
         """
-        running = scheduler.running
-        if not running:
+        rows = scheduler.running_rows
+        if not rows:
             return []
-        if decoder.drafter:
-            sampled = self._decode_drafts(scheduler, decoder, decoder.drafter)
-            if sampled is not None:
-                return sampled
-        last_tokens = [sequence.tokens[-1] for sequence in running]
-        hidden = decoder(last_tokens)  # [B, C]
-        sampled = self._sample_next(hidden, self._logits(hidden), running)
-        for sequence in sampled:
-            sequence.cached += 1
+        sampled = None
+        if decoder.drafter and len(scheduler.running) <= DRAFTING_ROWS:
+            sampled = self._decode_drafts(rows, decoder, decoder.drafter)
+        if sampled is None:
+            hidden = decoder([row[0].tokens[-1] for row in rows])  # [B, C]
+            logits = self._logits(hidden)  # [B, V]
+            sampled = []
+            for places, sequences in samplings(rows):
+                sampled += self._sample_next(hidden[places], logits[places], sequences)
+        scheduler.split()
         return sampled
 
     def _decode_drafts(
         self,
-        scheduler: Scheduler,
+        rows: list[list[Sequence]],
         decoder: Decoder,
         drafter: Drafter,
     ) -> list[Sequence] | None:
         """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
-        running = scheduler.running
-        rooms = [room(sequence, self.layout_of(sequence).lengths) for sequence in running]
-        drafts = drafter.propose(running, rooms)
+        rooms = [min(room(sequence, self.layout_of(sequence).lengths) for sequence in row) for row in rows]
+        drafts = drafter.propose([row[0] for row in rows], rooms)
         if not any(drafts):
             return None
-        additions = [[sequence.tokens[-1], *draft] for sequence, draft in zip(running, drafts, strict=True)]
+        additions = [[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
         hidden = decoder.run_drafts(additions)  # [N, C]
         if hidden is None:
             return None
         logits = self._logits(hidden)  # [N, V]
         agreement = accept_drafts(
-            running,
+            rows,
             drafts,
             sample=lambda places, sequences: self._sample_next(hidden[places], logits[places], sequences),
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         drafter.count(agreement)
-        # The cache also has the drafts that were not accepted. The last token of a sequence has not been run.
-        for row, sequence in enumerate(running):
-            scheduler.truncate(row, len(sequence.tokens) - 1)
-        return [sequence for row, sequence in enumerate(running) if row not in agreement.failed]
+        return [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""

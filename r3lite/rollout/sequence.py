@@ -37,7 +37,6 @@ class Sequence(Transcript):
 
     stream: random.Random = field(kw_only=True)  # this sequence's own: one uniform number for each sampled token
     may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
-    cached: int = 0  # tokens whose keys and values are in the KV cache
     listener: Listener | None = None
     place: int = 0  # index among the sequences that are sampled together
     turn_begin_time: int = 0  # of the current turn, in nanoseconds since 1970; 0 if no spans are recorded

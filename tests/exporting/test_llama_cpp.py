@@ -101,6 +101,8 @@ def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
         ("llama3", "llama-bpe", True),
         ("mistral", "gpt-2", False),
         ("qwen3", "qwen2", False),
+        ("granite", "smollm", False),
+        ("smollm3", "llama-bpe", False),
         ("lfm2", "llama-bpe", True),
     ],
 )

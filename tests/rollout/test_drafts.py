@@ -106,7 +106,7 @@ def with_drafts(plain):
 
 @pytest.mark.parametrize(
     "sampler",
-    [Sampler(0.0), Sampler(0.2), Sampler(1.0, top_k=2), Sampler(1.0, top_p=0.2)],
+    [Sampler(0.0), Sampler(0.2), Sampler(0.5, top_k=2), Sampler(1.0, top_p=0.2)],
     ids=["greedy", "sampled", "top-k", "top-p"],
 )
 def test_tokens_are_those_of_sampling_one_by_one(engine_of, counted, sampler):
@@ -172,12 +172,12 @@ def test_a_listener_gets_the_same_text(scripted):
 
 def accept_all(rows, proposed, sample, turn_is_over):
     """The sabotage: a draft is kept as it is, and nothing is sampled but what follows it."""
-    for sequence, draft in zip(rows, proposed, strict=True):
+    for (sequence,), draft in zip(rows, proposed, strict=True):
         sequence.write(draft)
         sequence.logprobs += [0.0] * len(draft)
         sequence.values += [0.0] * len(draft)
     ends = torch.tensor([1 + len(draft) for draft in proposed]).cumsum(0) - 1
-    sample(ends.tolist(), rows)
+    sample(ends.tolist(), [sequence for (sequence,) in rows])
     lengths = [len(draft) for draft in proposed]
     return Agreement(examined=lengths, accepted=lengths, failed=set())
 
@@ -333,10 +333,19 @@ def test_a_place_is_drafted_if_it_pays():
     assert worthwhile(0.5, 0.2, 1) == (1, 0.5)
     assert worthwhile(0.2, 0.5, 7) == (0, 0.0)
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    rows = [sequence_of(tokens) for _ in range(17)]
-    assert sum(map(len, free(7).propose(rows[:16], [9] * 16))) == 32  # MOST_DRAFTED
-    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows[:16], [9] * 16))
-    assert not any(free(7).propose(rows, [9] * 17))  # DRAFTING_ROWS
+    rows = [sequence_of(tokens) for _ in range(16)]
+    assert sum(map(len, free(7).propose(rows, [9] * 16))) == 32  # MOST_DRAFTED
+    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows, [9] * 16))
+
+
+@pytest.mark.parametrize(("episodes", "drafts"), [(16, True), (17, False)])
+def test_more_than_sixteen_episodes_are_sampled_without_drafts(engine_of, counted, episodes, drafts):
+    """Also if they share rows: the plan of memory counts the logits of drafts for so many."""
+    lengths = dataclasses.replace(LENGTHS, max_new_tokens=20)
+    drafting = with_drafts(engine_of(PROTOCOL, lengths, Sampler(0.0), rollout_batch_size=episodes))
+    group = [questions(1)[0]] * episodes
+    _, _, verified = counted.of(lambda: drafting.run(group, [str(i) for i in range(episodes)], nothing))
+    assert bool(verified) == drafts
 
 
 def test_drafts_stop_where_they_are_refused():
