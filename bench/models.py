@@ -27,6 +27,7 @@ PAGE = """\
 | `granite`, `granitemoehybrid` | Granite 3; Granite 4 without experts and Mamba layers |
 | `smollm3` | SmolLM3 |
 | `gemma3_text`, `gemma3` | Gemma 3, its text part |
+| `qwen3_5_text`, `qwen3_5` | Qwen3.5 (dense), its text part |
 | `lfm2` | LFM2, LFM2.5 (dense, text) |
 
 **Verified:** with random weights of two sizes, the logits of each family equal those of transformers within 1e-4 in
@@ -34,8 +35,9 @@ fp32 (`pytest tests/models/test_families.py`). The only real weights tested are
 Qwen2.5-Coder-0.5B-Instruct, SmolLM2-135M-Instruct and Gemma 3 270M.
 
 Mistral without `sliding_window` in `config.json` has a window of 4,096; only `null` means none. Granite 4 has gate and
-up projections in one matrix, with one adapter. LFM2's convolutions count as attention in `--lora-targets`: `in_proj`
-as `q_proj`, `k_proj` and `v_proj`, `out_proj` as `o_proj`.
+up projections in one matrix, with one adapter. LFM2's convolutions and Qwen3.5's linear attention count as attention in
+`--lora-targets`: `in_proj` and `in_proj_qkv` as `q_proj`, `k_proj` and `v_proj`, `in_proj_z` as `q_proj`, `in_proj_b`
+as `v_proj`, `in_proj_a` as `k_proj`, `out_proj` as `o_proj`. Qwen3.5 samples without CUDA graphs.
 
 ## What fits into 4 GB
 
@@ -53,8 +55,8 @@ Where transformers 5 does not follow `tokenizer.json` (for `qwen2` it splits by 
 follows the file. A template runs in its own process, with at most 20 seconds and 1 GiB for a chat (on Windows and macOS
 time is the only limit).
 
-**Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
-demonstrations without thoughts teaches them to leave the thought empty. Where the template removes the thoughts of
+**Thinking models:** Qwen3 and 3.5 do not think by default; `--thinking on` changes that. R1 distills always think; SFT
+on demonstrations without thoughts teaches them to leave the thought empty. Where the template removes the thoughts of
 earlier replies, SFT trains each of these replies in a row of its own, and `serve` removes them. The steps of an episode
 keep theirs, because an episode is one growing sequence; a program that renders it with the template removes them.
 LFM2.5's template keeps the thought of the last earlier reply only; SFT rows keep all.
@@ -62,10 +64,9 @@ LFM2.5's template keeps the thought of the last earlier reply only; SFT rows kee
 ## Quantized files
 
 - `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3 and llama files with
-  byte-level BPE. The tokenizer and the config are cached in `~/.cache/r3lite`. An adapter works only with the file that
-  it was trained on, not with the unquantized model.
-- NF4 folders of bitsandbytes (`*-bnb-4bit`), also those with some dense layers. They take 16 MiB
-  more than r3lite's own NF4 for 0.5B, 124 for 3B.
+  byte-level BPE. Tokenizer and config are cached in `~/.cache/r3lite`. An adapter works only with the file that it was
+  trained on.
+- NF4 folders of bitsandbytes (`*-bnb-4bit`), also with some dense layers.
 """
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, kinds, layers_bytes, linears, sizes
+from r3lite.memory.planner import as_teacher, delta_heads, kinds, layers_bytes, linears, runs_graphs, sizes
 from r3lite.memory.work import Workload
+from r3lite.models.gated_delta import CHUNK
 
 # A network reaches this share of a device's speed, as large products measure it or a data sheet states it.
 REACHED = 0.5
@@ -20,6 +21,7 @@ REACHED = 0.5
 FORWARD_KERNELS = 24  # of a layer
 BACKWARD_KERNELS = 58  # of a layer
 NF4_KERNELS = 16  # further ones of a layer's forward pass if its weights are in NF4
+RULE_KERNELS = 45  # of a gated delta rule, for each chunk of a row, further ones of a layer
 OTHER_KERNELS = 60  # of a pass, outside of its layers
 # The time of a kernel in a network, with the Python around it, in launches of a bare loop (`Speeds.launch`).
 LAUNCHES = 10.0
@@ -87,11 +89,14 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     for taps, count in kinds(m).items():
         weights += count * sum(out * into for out, into in linears(m, taps).values())
     attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
-    kernels = FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0)
+    kernels = layers * (FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0))
+    if delta_heads(m):
+        chunks = math.ceil(min(tokens / passes, w.row_tokens) / CHUNK)
+        kernels += (layers - kinds(m)[0]) * chunks * RULE_KERNELS
     return Cost(
         moved=passes * weights * bytes_per_weight(w, memory),
         operations=tokens * (2 * weights + attention),
-        launches=passes * (layers * kernels + OTHER_KERNELS) * LAUNCHES,
+        launches=passes * (kernels + OTHER_KERNELS) * LAUNCHES,
         copied=passes * layers_bytes(w, memory.nf4) if memory.stream_layers else 0,
     )
 
@@ -134,7 +139,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     """Returns the cost of one more token in each of `rows` rows, whose caches hold `slots` tokens in the mean."""
     m = w.model
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
-    if w.on_cuda and not memory.stream_layers:
+    if runs_graphs(w, memory):
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
     cached_numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]  # of a token: its keys and values
     cache = Cost(moved=rows * slots * cached_numbers * w.element)

@@ -4,9 +4,11 @@ From the models' `config.json`, without what a plan does not depend on: these co
 """
 
 from r3lite.models.causal_lm import LayerKind, ModelConfig
+from r3lite.models.gated_delta import DeltaHeads
 from r3lite.models.gemma import LOCAL_THETA, PATTERN, THETA, GemmaLayer
 from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.lfm2 import TAPS, Lfm2Layer, Lfm2Trunk
+from r3lite.models.qwen3_5 import HEAD_DIM, INTERVAL, KERNEL, ROTARY_SHARE, Qwen35Layer
 from r3lite.models.rotary import Rope
 
 QWEN_TOKENS = 151_665
@@ -22,6 +24,20 @@ def gemma(layers: int) -> dict:
     kinds = [local] * (PATTERN - 1) + [LayerKind(Rope(THETA))]
     kinds = tuple((kinds * layers)[:layers])
     return {"head_dim": 256, "qk_norm": True, "qkv_bias": False, "layer": GemmaLayer, "layer_kinds": kinds}
+
+
+def qwen35(layers: int) -> dict:
+    """Returns what a small Qwen3.5 of so many layers computes; every fourth attends."""
+    delta = DeltaHeads(keys=16, values=16, key_dim=128, value_dim=128)
+    linear = LayerKind(rope=None, taps=KERNEL, delta=delta)
+    full = LayerKind(Rope(10_000_000.0, dims=int(HEAD_DIM * ROTARY_SHARE)))
+    return {
+        "head_dim": HEAD_DIM,
+        "qk_norm": True,
+        "qkv_bias": False,
+        "layer": Qwen35Layer,
+        "layer_kinds": (linear, linear, linear, full) * (layers // INTERVAL),
+    }
 
 
 def lfm2() -> dict:
@@ -62,6 +78,7 @@ _FAMILIES = {
     "Qwen/Qwen2.5-{}-Instruct": (QWEN_TOKENS, {}, 32_768, QWEN25_SIZES),
     "Qwen/Qwen2.5-{}B-Instruct": (QWEN_TOKENS, UNTIED, 32_768, {"7": (152_064, 3584, 18_944, 28, 28, 4)}),
     "Qwen/Qwen3-{}": (151_669, QWEN3, 40_960, QWEN3_SIZES),
+    "Qwen/Qwen3.5-{}": (248_320, qwen35(24), 262_144, {"0.8B": (248_320, 1024, 3584, 24, 8, 2)}),
     "meta-llama/Llama-3.2-{}-Instruct": (128_256, LLAMA, 131_072, LLAMA32_SIZES),
     "HuggingFaceTB/SmolLM2-{}-Instruct": (49_152, LLAMA, 8192, SMOLLM2_SIZES),
     "TinyLlama/TinyLlama-{}-Chat-v1.0": (32_000, LLAMA | UNTIED, 2048, {"1.1B": (32_000, 2048, 5632, 22, 32, 4)}),

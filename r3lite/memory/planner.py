@@ -8,6 +8,7 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from r3lite.core.grant import Memory
@@ -17,6 +18,7 @@ from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.gated_delta import CHUNK, TOGETHER, DeltaHeads
 from r3lite.models.gemma import GemmaLayer
 from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import BLOCK
@@ -53,11 +55,17 @@ def kinds(m: ModelConfig) -> Counter[int]:
     return Counter(layer_taps(m))
 
 
+def delta_heads(m: ModelConfig) -> DeltaHeads | None:
+    """Returns the heads of the gated delta rule, if the layers with convolutions have that behind them."""
+    return next((kind.delta for kind in m.layer_kinds if kind.delta), None)
+
+
 def linears(m: ModelConfig, taps: int) -> dict[str, tuple[int, int]]:
     """Returns (out, in) of the projections of a layer of one kind: seven, or less if some are one matrix."""
     hidden = m.hidden_size
     inner = m.intermediate_size
     queries = _queries(m)
+    delta = delta_heads(m)
     keys = m.num_key_value_heads * m.head_dim
     shapes = {
         "q_proj": (queries, hidden),
@@ -71,6 +79,17 @@ def linears(m: ModelConfig, taps: int) -> dict[str, tuple[int, int]]:
         else:
             shapes["out_proj"] = shapes.pop("o_proj")
         return shapes | {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    if delta and taps:
+        values = delta.sizes[2]
+        shapes = {
+            "in_proj_qkv": (sum(delta.sizes), hidden),
+            "in_proj_z": (values, hidden),
+            "in_proj_b": (delta.values, hidden),
+            "in_proj_a": (delta.values, hidden),
+            "out_proj": (hidden, values),
+        }
+    elif delta:
+        shapes["q_proj"] = (2 * queries, hidden)  # with a gate for each
     if m.layer is GraniteHybridLayer:
         return shapes | {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
     return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -127,10 +146,7 @@ def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
     m = w.model
     shapes = linears(m, taps)
     layer = _norms(m) * rounded(m.hidden_size * w.element)
-    if taps:
-        layer += rounded(m.hidden_size * taps * w.element)
-    elif m.qk_norm:
-        layer += 2 * rounded(m.head_dim * w.element)
+    layer += sum(rounded(count * w.element) for count in _small_sizes(m, taps))
     if m.qkv_bias:
         layer += rounded(sum(shapes[name][0] for name in BIASED) * w.element)
     for stack in stacks(shapes):
@@ -218,11 +234,17 @@ def _layer_sizes(m: ModelConfig, taps: int) -> list[int]:
     if m.qkv_bias:
         layer += [shapes[name][0] for name in BIASED]
     layer += [m.hidden_size] * _norms(m)
+    return layer + _small_sizes(m, taps)
+
+
+def _small_sizes(m: ModelConfig, taps: int) -> list[int]:
+    """Returns how many numbers convolutions and norms of heads have, and what a gated delta rule has besides."""
+    delta = delta_heads(m)
+    if taps and delta:
+        return [sum(delta.sizes) * taps, delta.value_dim, delta.values, delta.values]
     if taps:
-        layer.append(m.hidden_size * taps)
-    elif m.qk_norm:
-        layer += [m.head_dim, m.head_dim]
-    return layer
+        return [m.hidden_size * taps]
+    return [m.head_dim, m.head_dim] if m.qk_norm else []
 
 
 def _moment8(count: int) -> int:
@@ -275,12 +297,18 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
 
 def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     """Returns the bytes of a decoding step that is run as CUDA graphs, by phase: see rollout/decoder.py."""
-    rows = 0 if memory.stream_layers else min(memory.rollout_batch_size, w.episodes)
-    captured = {"sample": _forward(w, memory, rows) if rows else 0}
-    if w.judge:
+    captured = {"sample": 0}
+    if w.episodes and runs_graphs(w, memory):
+        captured["sample"] = _forward(w, memory, min(memory.rollout_batch_size, w.episodes))
+    if w.judge and delta_heads(w.judge.model) is None:
         judge_memory = w.judge.memory
         captured["judge"] = _forward(as_judge(w, w.judge), judge_memory, judge_memory.rollout_batch_size)
     return captured
+
+
+def runs_graphs(w: Workload, memory: Memory) -> bool:
+    """Returns whether tokens are sampled by CUDA graphs: not with streamed layers, nor with states."""
+    return w.on_cuda and not memory.stream_layers and delta_heads(w.model) is None
 
 
 def peak(w: Workload, memory: Memory) -> int:
@@ -342,6 +370,8 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
         mixer = _mixer(w, taps)
         size = tokens * (2 * hidden + mixer.forward) * e + _dense(w, memory, mixer.weights)
         first_half = max(first_half, size)
+        if taps:
+            first_half = max(first_half, tokens * 2 * hidden * e + _rule_forward(w, tokens))
     dense = _dense(w, memory, 2 * hidden * inner)
     gate_and_up = tile * 2 * inner * e
     product = tile * inner * e
@@ -451,6 +481,9 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
     size = 0
     growing = 0
     for taps, count in kinds(w.model).items():
+        if taps and delta_heads(w.model):
+            size += count * _state_bytes(w, rows, taps)
+            continue
         if taps:
             value = rows * w.model.hidden_size * w.element
             size += count * rounded(value * ring_slots(taps))
@@ -462,11 +495,23 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
     return size + growing
 
 
+def _state_bytes(w: Workload, rows: int, taps: int) -> int:
+    """Returns the bytes of what a layer with a gated delta rule carries: see models/delta_rows.py."""
+    delta = delta_heads(w.model)
+    value = sum(delta.sizes) * w.element  # of one token
+    state = prod(delta.state_shape) * FP32
+    size = rounded(rows * state) + rounded(rows * value * ring_slots(taps))
+    if w.draft_tokens:
+        inputs = value + delta.values * (FP32 + w.element)
+        size += rounded(rows * (1 + w.draft_tokens) * inputs)
+    return size
+
+
 def _sample(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn."""
     rows = min(memory.rollout_batch_size, w.episodes)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
-    graphs = w.on_cuda and not memory.stream_layers  # they want a cache that does not move
+    graphs = runs_graphs(w, memory)  # they want a cache that does not move
     cached = w.row_tokens if w.retrieves or graphs else w.reads
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
     masks += cached * 2 * _queries(w.model) * w.element  # one row's keys and values, for every head
@@ -477,7 +522,9 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
-    if w.draft_tokens and not graphs:  # of the rows that go on, logits are copied from those of all places
+    if w.draft_tokens and (
+        memory.stream_layers or not w.on_cuda
+    ):  # of the rows that go on, logits are copied from those of all places
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, drafting_rows * row_sampling + places * logits)
@@ -513,7 +560,7 @@ def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
 
 
 class _Mixer(NamedTuple):
-    """Sizes of what a layer has before its feed-forward network: an attention or a short convolution."""
+    """Sizes of what a layer has before its feed-forward network: an attention, a short convolution or a delta rule."""
 
     forward: int  # numbers of a token that exist at once in a pass without gradients
     activations: int  # numbers of a token that a backward pass needs
@@ -525,6 +572,19 @@ class _Mixer(NamedTuple):
 def _mixer(w: Workload, taps: int) -> _Mixer:
     m = w.model
     hidden = m.hidden_size
+    delta = delta_heads(m)
+    if taps and delta:
+        mixed = sum(delta.sizes)
+        values = delta.sizes[2]
+        projected = mixed + values + 2 * delta.values
+        return _Mixer(
+            # All that is projected, the rule's inputs and its output, this normalized, gates, and their product.
+            forward=projected + mixed + delta.values + 4 * values,
+            activations=projected + 2 * mixed + delta.values + 4 * values,  # and the convolution's output
+            backward=hidden + projected + 2 * mixed + delta.values + 6 * values,
+            scales=16 * delta.values + prod(delta.state_shape) * FP32 // CHUNK,
+            weights=hidden * projected,
+        )
     if taps:
         return _Mixer(
             forward=5 * hidden,  # gates and values, their product, that with what comes before it, output
@@ -535,13 +595,45 @@ def _mixer(w: Workload, taps: int) -> _Mixer:
         )
     queries = _queries(m)
     keys_and_values = _keys_and_values(m)
+    gates = queries if delta else 0
     return _Mixer(
-        forward=3 * queries + keys_and_values,
-        activations=4 * queries + keys_and_values,  # rotated, keys and values for every head, output
-        backward=8 * queries + keys_and_values,
+        forward=3 * queries + keys_and_values + 3 * gates,
+        activations=4 * queries + keys_and_values + 3 * gates,  # rotated, keys and values for every head, output
+        backward=8 * queries + keys_and_values + 3 * gates,
         scales=4 * m.num_attention_heads + _head_norm_bytes(w),
-        weights=hidden * (queries + keys_and_values),
+        weights=hidden * (queries + keys_and_values + gates),
     )
+
+
+def _rule_forward(w: Workload, tokens: int) -> int:
+    """Returns the bytes that a gated delta rule takes without gradients, with what its layer holds meanwhile."""
+    delta = delta_heads(w.model)
+    if delta is None:
+        return 0
+    mixed, values = sum(delta.sizes), delta.sizes[2]
+    held = 2 * mixed + 2 * values + 3 * delta.values  # projections, inputs and output
+    per_head = 4 * delta.key_dim + 4 * delta.value_dim + 5 * CHUNK  # numbers of a token in fp32
+    return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=4)
+
+
+def _rule_backward(w: Workload, tokens: int) -> int:
+    """Returns the bytes that the backward pass of a gated delta rule takes, with what its layer holds meanwhile."""
+    delta = delta_heads(w.model)
+    if delta is None:
+        return 0
+    mixed, values = sum(delta.sizes), delta.sizes[2]
+    held = w.model.hidden_size + 4 * mixed + 3 * values + 4 * delta.values  # and gradients of inputs and output
+    per_head = 12 * delta.key_dim + 10 * delta.value_dim + 7 * CHUNK
+    return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=1)
+
+
+def _chunk_bytes(w: Workload, tokens: int, per_head: int, states: int) -> int:
+    """Returns the bytes of the chunks of tokens that are computed at once: one of each row of the pass."""
+    delta = delta_heads(w.model)
+    rows = -(-tokens // w.row_tokens)
+    of_keys = 0 if delta.keys == delta.values else -2 * delta.key_dim * (delta.values - delta.keys)
+    chunk = CHUNK * (delta.values * per_head + of_keys) + states * prod(delta.state_shape)
+    return min(rows, TOGETHER) * chunk * FP32
 
 
 def _activation_bytes(w: Workload, taps: int) -> int:
@@ -600,7 +692,7 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
         recomputed=recomputed,
         layer_input=tokens * m.hidden_size * w.element,
         inputs_here=inputs_here,
-        rotary=len(ropes) * 2 * tokens * m.head_dim * w.element,
+        rotary=sum(2 * tokens * (rope.dims or m.head_dim) * w.element for rope in ropes),
         masks=masks,
         repeated=shared_keys * 2 * _queries(m) * w.element,
         joined=tokens * _queries(m) * w.element if tokens > w.row_tokens else 0,
@@ -689,4 +781,6 @@ def _live_bytes_of_recomputed(
     first_half = b.tokens * (3 * hidden + outputs + mixer.backward) * e + _dense(w, memory, mixer.weights)
     if not taps:
         first_half += b.repeated + b.joined
+    else:
+        first_half = max(first_half, b.tokens * 3 * hidden * e + _rule_backward(w, b.tokens))
     return max(second_half, first_half) + b.tokens * (mixer.scales + 8 * w.lora_r)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.functions import causal_convolution
+from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks
 
 # The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of this
 # many numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass
@@ -50,6 +51,17 @@ class AttentionContext(Protocol):
         is [C, taps]. See functions.causal_convolution.
         """
 
+    def recall(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        """Returns the outputs [B, T, H D_v] of a layer's gated delta rule, for inputs of [B, T] tokens.
+
+        The state is zeros before the first token of a row. See gated_delta.py.
+        """
+
 
 class CausalRows:
     """Rows by themselves: a token attends to itself and to the tokens before it in its row.
@@ -62,6 +74,7 @@ class CausalRows:
         T = input_ids.shape[1]
         self.positions = torch.arange(T, device=input_ids.device)[None]  # [1, T]
         self.masks = StretchMasks([(0, T)])
+        self.plan: ChunkPlan | None = None
 
     def attend(
         self,
@@ -81,6 +94,18 @@ class CausalRows:
         weight: Tensor,
     ) -> Tensor:
         return causal_convolution(preceded_by_zeros(x, weight), weight)
+
+    def recall(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        B, T, _ = inputs.qkv.shape
+        if self.plan is None:
+            self.plan = ChunkPlan([T] * B, [None] * B, inputs.qkv.device)
+        out, _ = delta_chunks(inputs.flat(), None, heads, self.plan)
+        return out.unflatten(0, (B, T))
 
 
 def preceded_by_zeros(x: Tensor, weight: Tensor) -> Tensor:

@@ -177,8 +177,6 @@ class Ring:
         """Returns the slots of the tokens of a prefill."""
         before = []
         written = []
-        saved = []
-        last = SAVED_EVERY - (self.taps - 1)  # from this place on, a position modulo SAVED_EVERY is saved
         for part in parts:
             slots_before = []
             for position in range(part.start - self.taps + 1, part.start):
@@ -187,10 +185,6 @@ class Ring:
             offset = part.share.start - part.start  # from a position to a token's number
             for position in range(max(part.start, part.length - self.size), part.length):
                 written.append((position + offset, part.row, position % self.size))
-            for position in range(part.start, part.length):
-                prefix, place = divmod(position, SAVED_EVERY)
-                if place >= last:
-                    saved.append((position + offset, part.row, prefix, place - last))
         device = self.values.device
 
         def on_device(numbers: list, columns: int) -> Tensor:
@@ -201,8 +195,20 @@ class Ring:
             rows=on_device([part.row for part in parts], 1)[0],
             before=on_device(before, self.taps - 1).t(),
             written=on_device(written, 3),
-            saved=on_device(saved, 4),
+            saved=on_device(self._saved_tokens(parts), 4),
         )
+
+    def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
+        """Returns which tokens of a prefill are saved beside the ring: their numbers, rows, prefixes and places."""
+        tokens = []
+        last = SAVED_EVERY - (self.taps - 1)  # from this place on, a position modulo SAVED_EVERY is saved
+        for part in parts:
+            offset = part.share.start - part.start
+            for position in range(part.start, part.length):
+                prefix, place = divmod(position, SAVED_EVERY)
+                if place >= last:
+                    tokens.append((position + offset, part.row, prefix, place - last))
+        return tokens
 
     def convolve_prefill(
         self,

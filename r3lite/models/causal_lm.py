@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.embedding import embedding
 from r3lite.models.functions import rms_norm, rotate_, swiglu
+from r3lite.models.gated_delta import DeltaHeads
 from r3lite.models.projections import project
 from r3lite.models.rotary import Rope, RopeScaling, rotary_angles
 from r3lite.models.streaming import LayerStream
@@ -32,6 +33,7 @@ class LayerKind:
     rope: Rope | None  # None: queries and keys are not rotated
     window: int | None = None  # tokens that a query attends to at most, see attention.masked_keys; None: all before it
     taps: int = 0  # tokens that a short convolution sees, which the layer has in place of attention; 0: it attends
+    delta: DeltaHeads | None = None  # of the gated delta rule, if the layer has that behind the convolution
 
 
 class RMSNorm(nn.Module):

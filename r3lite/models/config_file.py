@@ -8,7 +8,7 @@ from typing import Any
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
-from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, lfm2, nf4
+from r3lite.models import bitsandbytes_weights, gemma, granite, layer_kinds, lfm2, nf4, qwen3_5
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.layer_kinds import unsupported
 from r3lite.models.rotary import RopeScaling
@@ -39,6 +39,7 @@ class Family:
     activation: tuple[str, str] = ("hidden_act", "silu")  # the only one, and its key
     rope_types: tuple[str, ...] = ("default", "llama3")
     windows: bool = False  # its layers may have a window
+    rotates_all: bool = True  # numbers of a head have positions
     # Adds what only this family's config.json has.
     complete: Callable[[Record, ModelConfig], ModelConfig] | None = None
 
@@ -68,6 +69,14 @@ FAMILIES = {
         tie_word_embeddings=True,
         sizes=lfm2.SIZES,
         complete=lfm2.lfm2,
+    ),
+    "qwen3_5_text": Family(
+        qk_norm=True,
+        head_dim=qwen3_5.HEAD_DIM,
+        sizes=qwen3_5.SIZES,
+        rope_types=("default",),
+        rotates_all=False,
+        complete=qwen3_5.qwen3_5_text,
     ),
 }
 
@@ -180,7 +189,7 @@ def _check_supported(
     if rope_type is not None:
         fault = f"rope scaling of type {shown(rope_type)} is set (rope_scaling, rope_parameters)"
         raise unsupported(record, fault, ROPE)
-    if rotary_share != 1:
+    if rotary_share != 1 and family.rotates_all:
         raise unsupported(record, f"partial_rotary_factor is {rotary_share:g}", "Only 1 is supported.")
     if record.flag("rope_interleaved", False):
         raise unsupported(record, "rope_interleaved is true", "Only false is supported.")

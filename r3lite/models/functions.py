@@ -57,7 +57,8 @@ def rotate_(
 ) -> Tensor:
     """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
 
-    `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`. Returns x.
+    `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`; of fewer numbers than a head has, only the first
+    ones of it are rotated. Returns x.
     """
     if torch.is_grad_enabled():
         return _Rotated.apply(x, heads, cos, sin)
@@ -254,7 +255,7 @@ def _rotate_(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    turned = x[:, :, :heads]  # [B, T, heads, D]
+    turned = x[:, :, :heads, : cos.shape[-1]]  # [B, T, heads, D]
     first, second = turned.chunk(2, dim=-1)
     across = torch.cat((second, first), dim=-1)
     turned.mul_(cos).addcmul_(across, sin)

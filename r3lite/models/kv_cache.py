@@ -15,6 +15,8 @@ from torch import Tensor
 from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
 from r3lite.models.carried import Carried, KeysValues, PrefillSlots, Ring, RingSlots, RowPart
 from r3lite.models.causal_lm import CausalLM
+from r3lite.models.delta_rows import DeltaRows, RowTokens, StatePlaces
+from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
@@ -54,6 +56,7 @@ class Prefill:
             cache.lengths[row] = part.length
             first += T
         self.ring_slots: dict[int, PrefillSlots] = {}  # by the taps of a convolution
+        self.state_places: StatePlaces | None = None
 
     def attend(
         self,
@@ -85,6 +88,19 @@ class Prefill:
             self.ring_slots[ring.taps] = ring.prefill_slots(self.parts)
         return ring.convolve_prefill(x[0], weight, self.ring_slots[ring.taps], self.parts)[None]
 
+    def recall(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. The cache has the states then."""
+        states = self.cache.layers[layer]
+        if self.state_places is None:
+            tokens = [RowTokens(part.row, part.start, part.length - part.start) for part in self.parts]
+            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
+        return states.recall(inputs.flat(), self.state_places)[None]
+
 
 class Decode:
     """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
@@ -113,6 +129,7 @@ class Decode:
         self.padding = padding
         self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
         self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
+        self.state_places: StatePlaces | None = None
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
@@ -175,6 +192,20 @@ class Decode:
             self.ring_slots[ring.taps] = ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
         return ring.convolve(x[:, 0], weight, self.ring_slots[ring.taps])[:, None]
 
+    def recall(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        """See AttentionContext: inputs of [B, 1] tokens -> [B, 1, H D_v]. The cache has the states then."""
+        states = self.cache.layers[layer]
+        if self.state_places is None:
+            lengths = self.cache.lengths[: len(self.positions)]
+            tokens = [RowTokens(row, length - 1, 1) for row, length in enumerate(lengths)]
+            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
+        return states.recall(inputs.flat(), self.state_places)[:, None]
+
 
 class KVCache:
     """What the layers carry of `rows` sequences; the capacity grows as tokens are added."""
@@ -200,9 +231,11 @@ class KVCache:
         device = model.head_weight.device
         layers: list[Carried] = []
         for layer in range(config.num_hidden_layers):
-            taps = config.kind(layer).taps
-            if taps:
-                layers.append(Ring(rows, config.hidden_size, taps, dtype=dtype, device=device))
+            kind = config.kind(layer)
+            if kind.delta is not None:
+                layers.append(DeltaRows(rows, kind.delta, kind.taps, dtype=dtype, device=device))
+            elif kind.taps:
+                layers.append(Ring(rows, config.hidden_size, kind.taps, dtype=dtype, device=device))
             else:
                 keys_values = KeysValues(
                     rows,
@@ -265,10 +298,20 @@ class KVCache:
         for layer in self.layers:
             layer.wipe(row, self.lengths[row])
 
-    def copyable(self, row: int, count: int) -> int:
-        """Returns the longest prefix of at most `count` tokens that `copy` can take from a row."""
+    def copyable(
+        self,
+        row: int,
+        count: int,
+        prefilled: int | None = None,
+    ) -> int:
+        """Returns the longest prefix of at most `count` tokens that `copy` can take from a row.
+
+        With `prefilled` it is what it can take once the row has so many tokens, all of them by prefills.
+        """
+        length = self.lengths[row] if prefilled is None else prefilled
+        read = self.read[row] if prefilled is None else prefilled
         for layer in self.layers:
-            count = layer.copyable(count, length=self.lengths[row], read=self.read[row])
+            count = layer.copyable(count, length=length, read=read)
         return count
 
     def copy(

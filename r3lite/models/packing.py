@@ -7,6 +7,7 @@ themselves, because no token attends to what comes after it. Knows nothing of lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, takewhile
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from r3lite.models.attention import StretchMasks, grouped_attention, preceded_by_zeros
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.functions import causal_convolution
+from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks
 
 GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
 
@@ -126,6 +128,22 @@ class Pack:
                 seen = preceded_by_zeros(of_segment, weight)
             outputs.append(causal_convolution(seen, weight))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    @cached_property
+    def plan(self) -> ChunkPlan:
+        """How a gated delta rule runs the segments: each goes on from the state at the end of the one before it."""
+        parents = [segment.ancestors[-1] if segment.ancestors else None for segment in self.segments]
+        return ChunkPlan([segment.size for segment in self.segments], parents, self.positions.device)
+
+    def recall(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]."""
+        out, _ = delta_chunks(inputs.flat(), None, heads, self.plan)
+        return out[None]
 
     def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """Returns the tokens [n] that the rows' masks select, after the places [n] of the states that predict them.

@@ -23,11 +23,13 @@ from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Layers of some families that are one or several of these; PEFT knows them by these names. A short convolution
-# (models/lfm2.py) reads and writes like an attention.
+# (models/lfm2.py) and a gated delta rule (models/qwen3_5.py) read and write like an attention.
 ALIASES = {
     "input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",),
     "in_proj": ("q_proj", "k_proj", "v_proj"), "out_proj": ("o_proj",),
     "w1": ("gate_proj",), "w3": ("up_proj",), "w2": ("down_proj",),
+    "in_proj_qkv": ("q_proj", "k_proj", "v_proj"), "in_proj_z": ("q_proj",), "in_proj_b": ("v_proj",),
+    "in_proj_a": ("k_proj",),
 }  # fmt: skip
 ADAPTED = (*PROJECTIONS, *ALIASES)  # all layers that may have an adapter
 # Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in

@@ -31,6 +31,7 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | LinearScaling | None = None
+    dims: int | None = None  # that have positions, the first ones of a head; None: all
 
 
 def rotary_divisors(head_dim: int, theta: float) -> Tensor:
@@ -76,11 +77,12 @@ def rotary_angles(
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
     The angles are computed in fp32, the results are in `dtype`. In the first half of a head the sines are negated, see
-    `_head_divisors`. Both are None for a layer whose queries and keys are not rotated.
+    `_head_divisors`. D is that of a head, or the rope's `dims`. Both are None for a layer whose queries and keys are
+    not rotated.
     """
     if rope is None:
         return None, None
-    head_divisors = _head_divisors(rope, head_dim, positions.device)
+    head_divisors = _head_divisors(rope, rope.dims or head_dim, positions.device)
     angles = positions[:, :, None, None] / head_divisors  # [B, T, 1, D]
     cos = torch.empty(angles.shape, dtype=dtype, device=angles.device)
     sin = torch.empty(angles.shape, dtype=dtype, device=angles.device)

@@ -10,7 +10,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # layers that read the same x
+# Layers that read the same x.
+STACKS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:

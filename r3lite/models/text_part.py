@@ -1,4 +1,6 @@
-"""The text part of a model that also sees images: Gemma 3 from 4B on (`gemma3`). The rest of its folder is left out.
+"""The text part of a model that also sees images: Gemma 3 from 4B on (`gemma3`), Qwen3.5 (`qwen3_5`).
+
+The rest of its folder is left out.
 
 Its config and its tensors are read as if the folder were one of the text model alone, which exports are. Only adapters
 are written for the whole model, under the names that PEFT gives its layers.
@@ -11,15 +13,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 # model_type of the whole: that of the text part, and the class of transformers.
-TEXT_TYPES = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-# Keys of the whole that hold for its text part, too.
-SHARED_KEYS = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
+TEXT_TYPES = {
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+}
+# Keys of the whole that hold for its text part, too, if that has none of its own; and one that holds in any case,
+# because the head is the whole's.
+SHARED_KEYS = ("quantization_config", "dtype", "torch_dtype")
+TIED = "tie_word_embeddings"
 # Names in a folder, by transformers 4 or 5, up to where those of the text model go on.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
-OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# Other parts: of Qwen3.5 also layers that predict several tokens at once.
+OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 ADAPTER = "base_model.model.model."  # what the names of an adapter's tensors begin with
 TEXT_ADAPTER = "base_model.model.model.language_model."
-NO_ADAPTER = r".*(vision_tower|multi_modal_projector).*"  # some of whose layers have the names of projections
+NO_ADAPTER = r".*(vision_tower|multi_modal_projector|visual).*"  # some of whose layers have the names of projections
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +36,10 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
         return values
     text_type, architecture = TEXT_TYPES[values["model_type"]]
     shared = {key: values[key] for key in SHARED_KEYS if values.get(key) is not None}
-    return shared | values["text_config"] | {"model_type": text_type, "architectures": [architecture]}
+    changed = {"model_type": text_type, "architectures": [architecture]}
+    if values.get(TIED) is not None:
+        changed[TIED] = values[TIED]
+    return shared | values["text_config"] | changed
 
 
 def is_whole(values: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from r3lite.models.attention import AttentionContext
 from r3lite.models.causal_lm import CausalLM
+from r3lite.models.delta_rows import DeltaRows
 from r3lite.models.kv_cache import BLOCK, Decode, KVCache
 from r3lite.models.verification import Verification
 from r3lite.rollout.drafts import Drafter
@@ -63,8 +64,8 @@ class GraphDecoder(Decoder):
     Rows that pad a bucket write to the last slot, which no sequence uses: an episode's last token is never run.
     `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph is
     compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
-    then on. Errors of the model are raised, and torch.OutOfMemoryError if a capture runs out of memory: with fewer
-    rows, graphs fit.
+    then on. If layers carry states, it is called from the start. Errors of the model are raised, and
+    torch.OutOfMemoryError if a capture runs out of memory: with fewer rows, graphs fit.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class GraphDecoder(Decoder):
         # Tokens and positions, which reach the device in one transfer.
         rows = len(cache.lengths)
         self.inputs = torch.zeros(2, rows, 1, dtype=torch.long, device=cache.device)
-        self.works = True
+        # What a row's state goes on from differs from step to step, and a graph cannot ask.
+        self.works = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         if not self.works:

@@ -94,7 +94,7 @@ def _waits(i: int, rows: Several[Row], cache: KVCache, tokens_of_rows: list[list
             continue
         common = common_length(rows[i][0], row[0])
         if j < len(tokens_of_rows) and tokens_of_rows[j]:
-            later = max(later, common)
+            later = max(later, cache.copyable(j, common, prefilled=len(row[0].tokens) - 1))
         available = cache.copyable(j, min(common, cache.lengths[j]))
         if available > cached:
             source = j

@@ -20,11 +20,15 @@ from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
 from r3lite.models import lora
-from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.causal_lm import LayerKind, ModelConfig
+from r3lite.models.gated_delta import DeltaHeads
 from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.granite import GraniteHybridLayer
-from r3lite.models.kv_cache import KVCache
+from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.qwen3_5 import Qwen35Layer
+from r3lite.models.rotary import Rope
 from r3lite.models.saving import save_nf4
+from r3lite.models.verification import Verification
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.layout import Layout
 from r3lite.settings import LoraSettings
@@ -34,6 +38,8 @@ from tests.packed_folders import write_packed
 pytestmark = pytest.mark.usefixtures("fast_half_products")
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
+FULL = LayerKind(Rope(10_000.0, dims=16))
+QWEN35_DELTA = LayerKind(None, taps=4, delta=DeltaHeads(keys=2, values=4, key_dim=32, value_dim=64))
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -112,6 +118,19 @@ def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed,
             "head_dim": 64,
         },
         in_file(LAYERS) | switches(LAYERS),
+        {
+            "model_type": "qwen3_5_text",
+            "qkv_bias": False,
+            "qk_norm": True,
+            "layer": Qwen35Layer,
+            "norm": ZeroCentredRMSNorm,
+            "layer_kinds": (QWEN35_DELTA, QWEN35_DELTA, FULL) * 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 64,
+        },
     ],
     ids=lambda family: family["model_type"],
 )
@@ -276,6 +295,26 @@ def held(tensors) -> int:
     """Bytes of tensors as they are counted."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(planner.rounded(size) for size in storages.values())
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_states_have_the_bytes_that_are_planned(small_model, drafts):
+    """With the drafts that wait, if there may be some."""
+    model = small_model(qkv_bias=False, qk_norm=True, layer=Qwen35Layer, layer_kinds=(QWEN35_DELTA, FULL, QWEN35_DELTA))
+    cache = KVCache.of(model, 4)
+    prefill = Prefill(cache, [(row, [row] * 100) for row in range(4)])
+    with torch.no_grad():
+        model(prefill.tokens, prefill)
+        if drafts:
+            verification = Verification(cache, [[1] * (1 + drafts)] * 4)
+            model(verification.tokens, verification)
+    tensors = []
+    for layer in (cache.layers[0], cache.layers[2]):
+        tensors += [layer.states, layer.values, *(window for window in layer.window if window.numel())]
+    keys_and_values = cache.layers[1].block
+    w = Workload(model.config, 300, element=4, row_tokens=128, draft_tokens=drafts)
+    growing = held([keys_and_values])
+    assert planner.kv_bytes(w, 4, 100) == pytest.approx(held([*tensors, keys_and_values]) + growing, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "convolutions"])

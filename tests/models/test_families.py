@@ -10,11 +10,14 @@ import torch
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing
-from r3lite.models.causal_lm import CausalLM
-from r3lite.models.config_file import FAMILIES, read_config
+from r3lite.models.causal_lm import CausalLM, LayerKind
+from r3lite.models.config_file import FAMILIES, SIZES, read_config
+from r3lite.models.gated_delta import DeltaHeads
 from r3lite.models.kv_cache import KVCache
+from r3lite.models.layer_kinds import FULL
 from r3lite.models.lora import adapter_parameters, add_adapter, load_adapter, merge_adapter, save_adapter, set_adapter
 from r3lite.models.packing import Pack
+from r3lite.models.qwen3_5 import LINEAR
 from r3lite.models.saving import save_merged
 from r3lite.models.weights import checkpoint_tensors, load_model
 from tests.models.test_causal_lm import cache_error, prefilled, step
@@ -62,6 +65,14 @@ NEW = {
     "gemma3-window": {"model_type": "gemma3_text", "sliding_window": 130, "head_dim": 16, "query_pre_attn_scalar": 90,
                       "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
                                           "full_attention": {"rope_type": "linear", "factor": 8.0}}, **SHARP},
+    "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"], **SHARP},
+    "qwen3_5-untied": {"model_type": "qwen3_5_text", "head_dim": 16, "linear_num_key_heads": 2,
+                       "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 32,
+                       "full_attention_interval": 2, "tie_word_embeddings": False,
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+                                           "mrope_section": [2, 1, 1], "mrope_interleaved": True}, **SHARP},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], **SHARP},
     "lfm2-taps": {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 5, "norm_eps": 1e-3,
                   "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.1, "tie_word_embeddings": False, **SHARP},
@@ -230,6 +241,18 @@ def test_gradients_of_an_adapter_are_those_of_peft(folders, tmp_path, kind, reco
     assert max((found[name] - expected[name]).abs().max() / expected[name].abs().max() for name in found) < 1e-4
 
 
+def test_layers_of_two_kinds_may_be_streamed(folders):
+    """Each has its tensors in the place of layers of other sizes."""
+    hidden = []
+    for streamed in (False, True):
+        model = load_model(folders("qwen3_5", SMALL), torch.float32, "cpu", streamed=streamed)
+        if streamed:
+            model.stream.attach(model)
+        activation_checkpointing.enable(model, Grant(Memory(recompute_layers=2)))
+        hidden.append(model(torch.arange(7, 47)[None]))
+    assert torch.equal(*hidden)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama", *NEW])
 @torch.no_grad()
 def test_nf4_is_the_dequantized_model(folders, kind):
@@ -315,6 +338,25 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         kind = gemma.kind(layer)
         assert kind.window == (theirs.sliding_window if name == "sliding_attention" else None)
         assert kind.rope.theta == theirs.rope_parameters[name]["rope_theta"]
+    qwen = ours(model_type="qwen3_5_text", num_hidden_layers=36)
+    theirs = transformers.AutoConfig.for_model("qwen3_5_text", num_hidden_layers=36)
+    names = [FULL if qwen.kind(layer).delta is None else LINEAR for layer in range(36)]
+    assert names == theirs.layer_types
+    assert qwen.kind(3).rope.dims == theirs.head_dim * theirs.rope_parameters["partial_rotary_factor"]
+    assert qwen.kind(0) == LayerKind(
+        rope=None,
+        taps=theirs.linear_conv_kernel_dim,
+        delta=DeltaHeads(
+            theirs.linear_num_key_heads,
+            theirs.linear_num_value_heads,
+            theirs.linear_key_head_dim,
+            theirs.linear_value_head_dim,
+        ),
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    assert {name: getattr(read_config(tmp_path), name) for name in SIZES} == {
+        name: getattr(transformers.AutoConfig.for_model("qwen3_5_text"), name) for name in SIZES
+    }
     smollm3 = ours(model_type="smollm3")
     theirs = transformers.AutoConfig.for_model("smollm3", num_hidden_layers=36)
     assert [int(smollm3.kind(layer).rope is not None) for layer in range(36)] == theirs.no_rope_layers
@@ -360,6 +402,13 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ({"model_type": "lfm2_moe"}, "model_type is 'lfm2_moe' (did you mean lfm2?)"),
         ({"model_type": "granitemoehybrid"}, "layer_types has 'mamba'"),
         ({"model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 2}, "num_local_experts is 8"),
+        ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe'"),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate is false"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["conv", FULL]}, "layer_types has 'conv'"),
+        ({"model_type": "qwen3_5_text", "layer_types": [FULL]}, "layer_types has 1 layers"),
+        ({"model_type": "qwen3_5_text", "linear_num_key_heads": 5}, "linear_num_value_heads 32 is no multiple"),
+        ({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.02}, "partial_rotary_factor 0.02 of head_dim 256"),
+        ({"model_type": "qwen3_5_text", "rope_parameters": LLAMA3}, "type 'llama3'"),
         ({"model_type": "qwen3", "head_dim": 31}, "head_dim is 31"),
         ({"model_type": "llama", "num_attention_heads": 3}, "do not divide"),
     ],

@@ -11,6 +11,7 @@ from r3lite.models.gemma import GemmaLayer, ZeroCentredRMSNorm
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.packing import states_before
 from tests.lfm2_models import switches
+from tests.models.test_delta_rows import LIKE_QWEN35
 
 ROWS = [[5, 6, 7, 5, 9, 5, 11], [3, 4, 5]]
 
@@ -27,7 +28,13 @@ GEMMA = {"norm": ZeroCentredRMSNorm, "activation": geglu, "layer": GemmaLayer, "
          "embedding_multiplier": 8.3, "rounds_multiplier": True, "logits_scaling": 3.0}  # fmt: skip
 
 
-FAMILIES = {"tied": {}, "untied": {"tie_word_embeddings": False}, "gemma": GEMMA, "lfm2": switches(3)}
+FAMILIES = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "gemma": GEMMA,
+    "lfm2": switches(3),
+    "qwen3_5": LIKE_QWEN35,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -54,7 +61,10 @@ def test_gradients_are_those_of_autograd(small_model, family, memory):
         full.apply_last()
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+        atol = 1e-6
+        if family is LIKE_QWEN35:  # whose gradients are large, and come from sums over many tokens
+            atol = 1e-4 * grad.abs().max().item()
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=atol, msg=name)
     layers = [name.split(".")[2] for name in order if ".layers." in name]
     assert layers[: len(layers) // 2] == sorted(layers[: len(layers) // 2], reverse=True)
 

@@ -1,9 +1,11 @@
-"""The text part of a Gemma 3 that also sees images, against transformers and PEFT."""
+"""The text part of a Gemma 3 and of a Qwen3.5 that also see images, against transformers and PEFT."""
 
 import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from r3lite.core.errors import R3LiteError
 from r3lite.models.config_file import config_record
@@ -15,21 +17,37 @@ from tests.errors import raises
 
 transformers = pytest.importorskip("transformers")
 
-TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+GEMMA = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 20,
         "initializer_range": 0.1}  # fmt: skip
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-          "image_size": 28, "patch_size": 14}  # fmt: skip
+GEMMA_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14}  # fmt: skip
+QWEN = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "full_attention_interval": 2, "initializer_range": 0.1}  # fmt: skip
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+               "patch_size": 14, "num_position_embeddings": 16}  # fmt: skip
 IDS = torch.arange(7, 57)[None]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["gemma3", "qwen3_5"])
+def folder(request, tmp_path_factory):
     torch.manual_seed(0)
-    config = transformers.Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4)
-    model = transformers.Gemma3ForConditionalGeneration(config)
-    path = tmp_path_factory.mktemp("gemma3")
+    if request.param == "gemma3":
+        config = transformers.Gemma3Config(text_config=GEMMA, vision_config=GEMMA_VISION, mm_tokens_per_image=4)
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        config = transformers.Qwen3_5Config(text_config=QWEN, vision_config=QWEN_VISION, tie_word_embeddings=True)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
+    if request.param == "qwen3_5":  # as published ones have them
+        save_file({"mtp.norm.weight": torch.ones(64)}, path / "mtp.safetensors", {"format": "pt"})
+        names = [*safe_open(path / "model.safetensors", "pt").keys(), "mtp.norm.weight"]
+        files = {name: "mtp.safetensors" if name.startswith("mtp") else "weights.safetensors" for name in names}
+        (path / "model.safetensors").rename(path / "weights.safetensors")
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return path
 
 
@@ -72,9 +90,9 @@ def test_an_export_is_a_model_of_text_alone(folder, tmp_path):
     add_adapter(ours, "a", 4, 8.0)
     merge_adapter(ours, "a")
     save_merged(ours, folder, tmp_path / "out")
-    assert config_record(tmp_path / "out").text("model_type") == "gemma3_text"
+    assert config_record(tmp_path / "out").text("model_type") in ("gemma3_text", "qwen3_5_text")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    assert isinstance(theirs, transformers.Gemma3ForCausalLM)
+    assert isinstance(theirs, transformers.Gemma3ForCausalLM | transformers.Qwen3_5ForCausalLM)
     assert difference(ours, theirs) < 1e-4
 
 
@@ -88,6 +106,8 @@ def test_an_export_is_a_model_of_text_alone(folder, tmp_path):
         ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("vision_tower.vision_model.post_layernorm.weight", None),
         ("model.multi_modal_projector.mm_input_projection_weight", None),
+        ("model.visual.blocks.0.attn.qkv.weight", None),
+        ("mtp.layers.0.self_attn.q_proj.weight", None),
     ],
 )
 def test_names_of_both_layouts(stored, expected):

@@ -144,8 +144,11 @@ def test_a_chat_has_the_tokens_of_transformers(folder, family, name):
     assert ids == rendered(path, folded(family, messages))
 
 
+THINKING = ("qwen3", "qwen3.5", "qwen3_tools", "r1")
+
+
 @pytest.mark.parametrize("system", [None, "Answer in\nsteps."])
-@pytest.mark.parametrize("family", [family for family in TEMPLATES if family not in ("qwen3", "qwen3_tools", "r1")])
+@pytest.mark.parametrize("family", [family for family in TEMPLATES if family not in THINKING])
 def test_an_episode_grows_to_the_tokens_of_transformers(folder, family, system):
     """Templates of thinking models remove earlier thoughts; an episode keeps what was sampled."""
     path = folder(family)
@@ -213,6 +216,11 @@ def test_thinking_is_switched_where_the_template_has_a_switch(folder):
     opened = {thinking: t._marked.decode(t.open_chat("x"), False) for thinking, t in text.items()}
     assert opened["auto"] == opened["off"] == opened["on"] + "<think>\n\n</think>\n\n"
     assert not any(tokenizer.opens_thought for tokenizer in text.values())
+    text = {thinking: Tokenizer.load(folder("qwen3.5"), thinking) for thinking in ("auto", "on", "off")}
+    opened = {thinking: t._marked.decode(t.open_chat("x"), False) for thinking, t in text.items()}
+    assert opened["on"].endswith("<think>\n")
+    assert opened["auto"] == opened["off"] == opened["on"] + "\n</think>\n\n"
+    assert [tokenizer.opens_thought for tokenizer in text.values()] == [False, True, False]
     assert Tokenizer.load(folder("r1")).opens_thought and Tokenizer.load(folder("r1"), "on").opens_thought
     for family, thinking in (("r1", "off"), ("qwen2", "on"), ("llama3", "on")):
         with raises(R3LiteError, "thinking-unsupported", thinking):
