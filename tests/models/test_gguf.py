@@ -24,6 +24,21 @@ from tests.gguf_models import KINDS, TEXTS, write_gguf, write_model, write_token
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("transformers")
 Q = gguf.GGMLQuantizationType
+WRITTEN_ONLY = {"granite", "lfm2", "smollm3"}  # whose files are not read as models
+# What their files say of a config, beside what every file does.
+KEYS = {
+    "granite": lambda config: {
+        "embedding_scale": 30.0,  # 9 / 0.3: the residual multiplier is in it
+        "residual_scale": 1.0,
+        "attention.scale": 0.2,
+        "logit_scale": 7.0,
+    },
+    "lfm2": lambda config: {
+        "attention.head_count_kv": [0, 2],
+        "feed_forward_length": config.intermediate_size,
+    },
+    "smollm3": lambda config: {"rope.dimension_count": config.head_dim},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +90,7 @@ def rewrite(path, out, changes=None, tensors=None, architecture=None):
     return out
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lfm2"}))  # its files are written, not read
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - WRITTEN_ONLY))
 @torch.no_grad()
 def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     source, path = models(kind)
@@ -92,11 +107,12 @@ def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     )
 
 
+@pytest.mark.parametrize("kind", sorted(WRITTEN_ONLY))
 @torch.no_grad()
-def test_a_file_of_lfm2_is_written_whole_and_not_read_as_a_model(models):
+def test_a_file_of_some_families_is_written_whole_and_not_read_as_a_model(models, kind):
     from r3lite.exporting.gguf import fill
 
-    source, path = models("lfm2")
+    source, path = models(kind)
     model = load_model(source, torch.float32, "cpu")
     written = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     for tensor in checkpoint_tensors(model).values():
@@ -105,9 +121,9 @@ def test_a_file_of_lfm2_is_written_whole_and_not_read_as_a_model(models):
     fill(model, header)
     for name, tensor in checkpoint_tensors(model).items():
         assert torch.equal(tensor, written[name]) and tensor.any(), name
-    assert header.keys["lfm2.attention.head_count_kv"] == [0, 2]
-    assert header.keys["lfm2.feed_forward_length"] == model.config.intermediate_size
-    with raises(R3LiteError, "gguf-architecture", "'lfm2'"):
+    for key, value in KEYS[kind](model.config).items():
+        assert header.keys[f"{kind}.{key}"] == pytest.approx(value)
+    with raises(R3LiteError, "gguf-architecture", f"'{kind}'"):
         resolve_folder(str(path))
 
 
