@@ -90,9 +90,8 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
     assert seconds["device"] == "RTX 3050 Laptop" and seconds["speeds_from"].startswith("https://")
     assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
     assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
-    line = (
-        r"^time: about .* for the run of 7\. Within a factor of two, from half the peak speed of the RTX 3050 Laptop$"
-    )
+    speeds = "from half the peak speed of the RTX 3050 Laptop"
+    line = rf"^time: at most about .* for the run of 7\. Within a factor of two, {speeds}$"
     assert re.search(line, told, re.M)
     assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
     other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
@@ -128,7 +127,7 @@ def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys
     here = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
     told = capsys.readouterr().out
-    line = r"^time: about .* for a step if every row has [\d,]+ tokens, the most it may; the run: a step times "
+    line = r"^time: at most about .* for a step if every row has [\d,]+ tokens, the most it may; --max-steps sets "
     assert re.search(line, told, re.M) and "Within a factor of two, from this device's speed just now\n" in told
     monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: None)
     assert planned(tmp_path, *here)["seconds"] is None
@@ -158,7 +157,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
         assert bool(re.search("^warning: a round is predicted to take about [0-9.]+ days", told, re.M)) == warned
-        assert told.splitlines()[1].startswith("time: about ")
+        assert told.splitlines()[1].startswith("time: at most about ")
         assert ("--num-generations" in told) == warned
 
 

@@ -243,11 +243,14 @@ class Duration:
     def line(self) -> str:
         """Returns the prediction in words: for a step, round or evaluation, by phase, and for the whole run."""
         w = self.workload
+        assumes_longest = bool(w.episodes) or not w.mean_tokens
         message = f"about {in_words(self.seconds)} for {self.unit}"
+        if assumes_longest:
+            message = f"at most {message}"
         if len(self.phases) > 1:
             parts = (f"{phase} {in_words(seconds)}" for phase, seconds in self.phases.items())
             message += f" ({', '.join(parts)})"
-        if w.episodes or not w.mean_tokens:
+        if assumes_longest:
             noun = "episode" if w.episodes else "row"
             message += f" if every {noun} has {w.row_tokens:,} tokens, the most it may"
         if w.refills:

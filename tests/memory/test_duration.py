@@ -93,7 +93,7 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     predicted = predict(replace(ROUND, speeds=speeds(), scores=True, steps=5), memory)
     assert list(predicted.phases) == ["sample", "score", "update"] and predicted.run_seconds == 5 * predicted.seconds
     line = predicted.line()
-    assert line.startswith("about ") and " for a round (sample " in line and "up to" not in line
+    assert line.startswith("at most about ") and " for a round (sample " in line and "up to" not in line
     assert " if every episode has 768 tokens, the most it may; " in line
     assert line.endswith(" for the run of 5. Within a factor of two, from this device's speed just now")
     step = predict(replace(SFT, speeds=speeds(), mean_tokens=100.0, writes=40.0), memory)
