@@ -174,7 +174,8 @@ def _check_supported(
     sliding = record.flag("use_sliding_window", False) or layer_kinds.SLIDING in record.texts("layer_types", ())
     activation_key, supported = family.activation
     activation = record.text(activation_key, supported)
-    rotary_share = record.number("partial_rotary_factor", 1)
+    shares = [source.number("partial_rotary_factor", 1) for source in (record, *ropes)]
+    rotary_share = next((share for share in shares if share != 1), 1)
     rope_type = next((text for text in map(_rope_type, ropes) if text not in family.rope_types), None)
     bias = None
     if not family.qkv_bias:

@@ -376,6 +376,10 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is true"),
         ({"model_type": "llama", "rope_interleaved": True}, "rope_interleaved is true"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor is 0.25",
+        ),
         ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
         ({"model_type": "llama", "rope_parameters": LLAMA3 | {"factor": None}}, "rope_parameters.factor is missing"),
         (
