@@ -300,7 +300,8 @@ def test_a_graph_that_does_not_fit_is_captured_for_fewer_episodes(toy, tmp_path,
     assert run_rl(toy, tmp_path / "small") == 0
     told = capsys.readouterr().err
     assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
-    assert "without CUDA graphs" not in told and set(buckets) == {1}
+    # Episodes share a row while they are equal, so two rows were captured before there were three.
+    assert "without CUDA graphs" not in told and set(buckets) == {1, 2}
     said = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
     assert said[0] == said[1]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
