@@ -1,6 +1,6 @@
 """Pictures of the server's page, in both themes and three widths, of a server that runs.
 
-    python -m r3lite.serve --preset tiny --adapters sft=OUTPUT/sft,rl=OUTPUT/reinforce++-baseline --index OUTPUT/index &
+    python -m r3lite.serve --preset tiny --adapters base,sft=OUTPUT/sft --index OUTPUT/index &
     python -m bench.screenshots --output docs/images
 
 Needs a Chromium. Asks a test question of the sample world.
