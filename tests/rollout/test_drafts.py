@@ -110,12 +110,15 @@ def with_drafts(plain):
     ids=["greedy", "sampled", "top-k", "top-p"],
 )
 def test_tokens_are_those_of_sampling_one_by_one(engine_of, counted, sampler):
-    """Of a random model, which repeats itself; two episodes of a question draft for each other."""
+    """Two episodes of a question draft for each other.
+
+    Whether a random model repeats itself, so that drafts save passes, is luck: the next test has one that does.
+    """
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=60), sampler)
     group = [questions(1)[0]] * 2
     expected, passes, _ = counted.of(lambda: plain.run(group, ["a", "b"], nothing))
     drafted, fewer_passes, verified = counted.of(lambda: with_drafts(plain).run(group, ["a", "b"], nothing))
-    assert verified and fewer_passes < passes
+    assert verified and fewer_passes <= passes
     assert_same(drafted, expected)
     again = with_drafts(plain).run(group, ["a", "b"], nothing)
     assert [s.logprobs for s in again] == [s.logprobs for s in drafted]  # to the bit
