@@ -295,11 +295,11 @@ class LiveAnswers:
     @property
     def learned_modes(self) -> list[str]:
         """The modes that `auto` chooses from: an adapter that has learned to search guesses without documents."""
-        if not self._reasons_without_documents():
+        if not self._reasons_as_learned():
             return [mode for mode in self.modes if mode != "reasoning"]
         return list(self.modes)
 
-    def _reasons_without_documents(self) -> bool:
+    def _reasons_as_learned(self) -> bool:
         """Returns whether reasoning mode works as its adapter has learned to."""
         return not self.searches or "reasoning" in self.config.modes.retrieving_modes
 
@@ -311,7 +311,7 @@ class LiveAnswers:
         if self._layout(Ask("", "chat", adapter)) != PLAIN:
             notes["chat"] = f"The adapter {adapter} is trained on steps, not on chat: it gives a short answer at once"
         adapter = self.modes.get("reasoning")
-        if adapter and not self._reasons_without_documents():
+        if adapter and not self._reasons_as_learned():
             notes["reasoning"] = f"The adapter {adapter} has learned to search: without documents it guesses"
         adapter = self.modes.get("search")
         if adapter and adapter not in self.in_steps:

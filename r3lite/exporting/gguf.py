@@ -143,11 +143,11 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if architecture == "lfm2":
+    if architecture == "lfm2" or architecture in LIKE_LLAMA:
         writer.add_vocab_size(config.vocab_size)
+    if architecture == "lfm2":
         writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
     if architecture in LIKE_LLAMA:
-        writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(config.head_dim)
     if architecture == "granite":
         # The residual multiplier is in the embedding's, and in the norms' eps: see models/granite.py.

@@ -8,6 +8,7 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -522,9 +523,8 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
-    if w.draft_tokens and (
-        memory.stream_layers or not w.on_cuda
-    ):  # of the rows that go on, logits are copied from those of all places
+    has_drafts = w.draft_tokens and (memory.stream_layers or not w.on_cuda)
+    if has_drafts:  # of the rows that go on, logits are copied from those of all places
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, drafting_rows * row_sampling + places * logits)
@@ -610,7 +610,8 @@ def _rule_forward(w: Workload, tokens: int) -> int:
     delta = delta_heads(w.model)
     if delta is None:
         return 0
-    mixed, values = sum(delta.sizes), delta.sizes[2]
+    mixed = sum(delta.sizes)
+    values = delta.sizes[2]
     held = 2 * mixed + 2 * values + 3 * delta.values  # projections, inputs and output
     per_head = 4 * delta.key_dim + 4 * delta.value_dim + 5 * CHUNK  # numbers of a token in fp32
     return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=4)
@@ -621,7 +622,8 @@ def _rule_backward(w: Workload, tokens: int) -> int:
     delta = delta_heads(w.model)
     if delta is None:
         return 0
-    mixed, values = sum(delta.sizes), delta.sizes[2]
+    mixed = sum(delta.sizes)
+    values = delta.sizes[2]
     held = w.model.hidden_size + 4 * mixed + 3 * values + 4 * delta.values  # and gradients of inputs and output
     per_head = 12 * delta.key_dim + 10 * delta.value_dim + 7 * CHUNK
     return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=1)
@@ -732,11 +734,12 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if w.full_tuning:
         accumulated += max(sum(_layer_sizes(m, taps)) for taps in kinds(m)) * w.element
     # Of each kind the last recomputed layer, when most inputs are there, and the first, when most gradients are.
-    numbers = {}
+    first_layers: dict[int, int] = {}
+    last_layers: dict[int, int] = {}
     for layer, taps in enumerate(taps_of_layers[: b.recomputed], 1):
-        first, _ = numbers.get(taps, (layer, layer))
-        numbers[taps] = first, layer
-    for taps, layer in [(taps, layer) for taps, ends in numbers.items() for layer in ends]:
+        first_layers.setdefault(taps, layer)
+        last_layers[taps] = layer
+    for taps, layer in chain(first_layers.items(), last_layers.items()):
         live = _live_bytes_of_recomputed(w, memory, b, taps)
         inputs_here = min(layer, b.inputs_here) if memory.offload and w.on_cuda else layer
         gradients = accumulated or adapter_bytes(w) * (layers - layer + 1) // layers
