@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, delta_heads, kinds, layers_bytes, linears, runs_graphs, sizes
+from r3lite.memory.layer_tensors import delta_heads, kinds, layer_tensors, tensor_sizes
+from r3lite.memory.planner import as_teacher, layers_bytes, runs_graphs
 from r3lite.memory.work import Workload
 from r3lite.models.gated_delta import CHUNK
 
@@ -87,7 +88,7 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     layers = m.num_hidden_layers
     weights = 0
     for taps, count in kinds(m).items():
-        weights += count * sum(out * into for out, into in linears(m, taps).values())
+        weights += count * sum(out * into for out, into in layer_tensors(m, taps).linears.values())
     attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
     kernels = layers * (FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0))
     if delta_heads(m):
@@ -186,7 +187,7 @@ def update(w: Workload, memory: Memory) -> Cost:
     cost += Cost(launches=backward_launches)
     cost += head(w, packs.passes, packs.loss_tokens, products=3 if w.full_tuning else 2)
     if w.full_tuning:
-        weights = sum(map(sum, sizes(w.model)))
+        weights = sum(map(sum, tensor_sizes(w.model)))
         cost += Cost(moved=TRAINED_BYTES * weights, operations=forward_cost.operations)
     return cost * steps
 
