@@ -14,12 +14,15 @@ from r3lite.models.projections import of_model
 
 
 def layer_taps(m: ModelConfig) -> list[int]:
-    """Returns the taps of the convolution of each layer; 0 if it attends. Layers of a model differ in nothing else."""
+    """Returns the taps of the convolution of each layer; 0 if it attends.
+
+    Two layers of a model with the same taps have tensors of the same shapes. Windows and rotations may differ.
+    """
     return [m.kind(layer).taps for layer in range(m.num_hidden_layers)]
 
 
-def kinds(m: ModelConfig) -> Counter[int]:
-    """Returns how many layers have convolutions of so many taps; 0 taps are those that attend."""
+def layers_by_taps(m: ModelConfig) -> Counter[int]:
+    """Returns how many layers have a convolution of so many taps; 0: how many attend."""
     return Counter(layer_taps(m))
 
 
@@ -67,7 +70,7 @@ def layer_tensors(m: ModelConfig, taps: int) -> LayerTensors:
 def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     """Returns how many numbers each tensor of a layer has, of all layers, and each of the other tensors."""
     layers: list[int] = []
-    for taps, count in kinds(m).items():
+    for taps, count in layers_by_taps(m).items():
         layers += layer_tensors(m, taps).sizes * count
     tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
     return layers, [m.hidden_size, *tables]

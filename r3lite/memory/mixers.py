@@ -49,7 +49,7 @@ def mixer_sizes(w: Workload, taps: int) -> MixerSizes:
             forward=projected + mixed + delta.values + 4 * values,
             activations=projected + 2 * mixed + delta.values + 4 * values,  # and the convolution's output
             backward=hidden + projected + 2 * mixed + delta.values + 6 * values,
-            scales=16 * delta.values + prod(delta.state_shape) * FP32 // CHUNK,
+            scales=4 * FP32 * delta.values + prod(delta.state_shape) * FP32 // CHUNK,
             weights=hidden * projected,
         )
     if taps:
@@ -100,8 +100,10 @@ def _chunk_bytes(w: Workload, tokens: int, per_head: int, states: int) -> int:
     """Returns the bytes of the chunks of tokens that are computed at once: one of each row of the pass."""
     delta = delta_heads(w.model)
     rows = -(-tokens // w.row_tokens)
-    of_keys = 0 if delta.keys == delta.values else -2 * delta.key_dim * (delta.values - delta.keys)
-    chunk = CHUNK * (delta.values * per_head + of_keys) + states * prod(delta.state_shape)
+    numbers = delta.values * per_head
+    if delta.keys < delta.values:  # queries and keys are held once for all the value heads that each serves
+        numbers -= 2 * delta.key_dim * (delta.values - delta.keys)
+    chunk = CHUNK * numbers + states * prod(delta.state_shape)
     return min(rows, TOGETHER) * chunk * FP32
 
 
@@ -110,11 +112,13 @@ def activation_bytes(w: Workload, taps: int) -> int:
     m = w.model
     mixer = mixer_sizes(w, taps)
     norm_count = layer_tensors(m, taps).norms
-    norms = (1 + norm_count) * m.hidden_size  # norm, middle, norm; norms of outputs keep these
+    # The results of the two norms, and the hidden state between the layer's halves. A norm of an output (Gemma has two)
+    # keeps that output.
+    norms = (1 + norm_count) * m.hidden_size
     feed_forward = 3 * m.intermediate_size  # gate, up, their product
     low_rank = len(adapted(w, taps)) * w.lora_r  # the products with each adapter's A
     numbers = norms + mixer.activations + feed_forward + low_rank
-    return w.element * numbers + 4 * norm_count + mixer.scales
+    return w.element * numbers + FP32 * norm_count + mixer.scales
 
 
 def _head_norm_bytes(w: Workload) -> int:

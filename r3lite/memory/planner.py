@@ -14,7 +14,7 @@ from typing import NamedTuple
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import GRAIN
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
-from r3lite.memory.layer_tensors import adapted, delta_heads, kinds, layer_taps, layer_tensors, tensor_sizes
+from r3lite.memory.layer_tensors import adapted, delta_heads, layer_taps, layer_tensors, layers_by_taps, tensor_sizes
 from r3lite.memory.mixers import (
     FP32,
     activation_bytes,
@@ -47,7 +47,7 @@ def largest(candidates: list[Parts] | Iterator[Parts]) -> Parts:
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-# Weights, adapters and moments
+# Weights, adapters and the optimizer's moments
 
 
 def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
@@ -59,12 +59,12 @@ def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
     norm = rounded(m.hidden_size * w.element)
     if streamed:
         taps = layer_taps(m)
-        even_layers = set(taps[0::2])
-        odd_layers = set(taps[1::2])
         layers = 0
-        for layers_of_one_place in (even_layers, odd_layers):
-            sizes = [layer_bytes(w, quantized, taps=taps_of_layer) for taps_of_layer in layers_of_one_place]
-            layers += max(sizes, default=0)
+        for taps_of_slot in (
+            set(taps[0::2]),
+            set(taps[1::2]),
+        ):  # even layers take turns in one slot, odd ones in the other
+            layers += max((layer_bytes(w, quantized, taps=count) for count in taps_of_slot), default=0)
         return layers + _table(w) + norm
     tables = 1 if m.tie_word_embeddings else 2
     return layers_bytes(w, quantized) + tables * _table(w) + norm
@@ -76,7 +76,7 @@ def host_bytes(w: Workload, memory: Memory) -> int:
     PyTorch pins memory in pieces whose sizes are powers of two (c10's CachingHostAllocator).
     """
     size = 0 if w.model.tie_word_embeddings else _table(w)
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         layer = layer_bytes(w, memory.nf4, taps)
         if w.on_cuda:
             layer = 1 << (layer - 1).bit_length()
@@ -91,7 +91,7 @@ def _table(w: Workload) -> int:
 
 def layers_bytes(w: Workload, quantized: bool) -> int:
     """Returns the bytes of the frozen weights of all layers."""
-    return sum(count * layer_bytes(w, quantized, taps) for taps, count in kinds(w.model).items())
+    return sum(count * layer_bytes(w, quantized, taps) for taps, count in layers_by_taps(w.model).items())
 
 
 def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
@@ -140,7 +140,7 @@ def adapter_bytes(w: Workload) -> int:
     """
     row = FP32 * w.lora_r  # bytes of the numbers that belong to one input or output
     size = 0
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         shapes = layer_tensors(w.model, taps).linears
         names = adapted(w, taps)
         layer = sum(rounded(row * shapes[name][0]) for name in names)
@@ -159,7 +159,7 @@ def _cast_bytes(w: Workload) -> int:
 def _adapter_tensors(w: Workload) -> list[int]:
     """Returns the bytes of each tensor of an adapter, each for itself."""
     tensors = []
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         shapes = layer_tensors(w.model, taps).linears
         for name in adapted(w, taps):
             tensors += [rounded(FP32 * w.lora_r * side) for side in shapes[name]] * count
@@ -259,7 +259,7 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading: the embedding beside its view of the file, or the last linear beside all weights."""
     largest_linear = max(
-        out * into for taps in kinds(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
+        out * into for taps in layers_by_taps(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
     )
     last = largest_linear * w.element
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
@@ -299,7 +299,7 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     e = w.element
     tile = min(tokens, memory.mlp_tile)
     first_half = 0
-    for taps in kinds(w.model):
+    for taps in layers_by_taps(w.model):
         mixer = mixer_sizes(w, taps)
         size = tokens * (2 * hidden + mixer.forward) * e + _dense(w, memory, mixer.weights)
         first_half = max(first_half, size)
@@ -339,7 +339,9 @@ def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     unshared = w.row_tokens - w.shared  # tokens of a row
     tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
-    loss_tokens = tokens - w.shared if w.episodes else tokens  # episodes share their prompt alone
+    loss_tokens = tokens
+    if w.episodes:  # all that they share is the prompt, on which no loss falls
+        loss_tokens -= w.shared
     shared_keys = rows * w.shared if rows > 1 else 0  # a row alone attends to its own keys
     return _Pass(tokens, loss_tokens, shared_keys)
 
@@ -413,7 +415,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
     slots = -(-tokens // BLOCK) * BLOCK
     size = 0
     growing = 0
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         if taps and delta_heads(w.model):
             size += count * _state_bytes(w, rows, taps)
             continue
@@ -444,8 +446,9 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn."""
     rows = min(memory.rollout_batch_size, w.episodes)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
-    graphs = runs_graphs(w, memory)  # they want a cache that does not move
-    cached = w.row_tokens if w.retrieves or graphs else w.reads
+    cached = w.reads
+    if w.retrieves or runs_graphs(w, memory):  # documents come when rows are nearly full; graphs allocate all at once
+        cached = w.row_tokens
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
     masks += cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
     reading = {
@@ -456,7 +459,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
     has_drafts = w.draft_tokens and (memory.stream_layers or not w.on_cuda)
-    if has_drafts:  # of the rows that go on, logits are copied from those of all places
+    if has_drafts:  # beside the logits of all places, a copy of those from which the next token of each row is drawn
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, drafting_rows * row_sampling + places * logits)
@@ -474,7 +477,7 @@ def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
 
 
 class _Backward(NamedTuple):
-    """Sizes that the moments of a backward pass have in common."""
+    """Sizes that every point of time in a backward pass has in common."""
 
     tokens: int
     loss_tokens: int
@@ -519,7 +522,7 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
 
 
 def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
-    """Yields the moments that may be the peak of a backward pass."""
+    """Yields what is held at those points of time in a backward pass that may be its peak."""
     m = w.model
     layers = m.num_hidden_layers
     b = _backward(w, memory)
@@ -548,7 +551,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if not b.recomputed:
         return
     if w.full_tuning:
-        accumulated += max(sum(layer_tensors(m, taps).sizes) for taps in kinds(m)) * w.element
+        accumulated += max(sum(layer_tensors(m, taps).sizes) for taps in layers_by_taps(m)) * w.element
     # Of each kind the last recomputed layer, when most inputs are there, and the first, when most gradients are.
     first_layers: dict[int, int] = {}
     last_layers: dict[int, int] = {}

@@ -3,12 +3,12 @@
 import torch
 
 from r3lite.memory.known_models import INSTRUCT
-from r3lite.memory.layer_tensors import kinds, layer_tensors
+from r3lite.memory.layer_tensors import layer_tensors, layers_by_taps
 
 
 def test_the_layers_of_qwen35_have_the_shapes_of_its_checkpoint():
     config, _ = INSTRUCT["Qwen/Qwen3.5-0.8B"]
-    assert kinds(config) == {4: 18, 0: 6}
+    assert layers_by_taps(config) == {4: 18, 0: 6}
     attention = layer_tensors(config, taps=0)
     assert attention.linears["q_proj"] == (2 * 8 * 256, 1024)  # a gate beside each query
     assert attention.linears["k_proj"] == (2 * 256, 1024)
