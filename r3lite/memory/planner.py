@@ -96,6 +96,11 @@ def linears(m: ModelConfig, taps: int) -> dict[str, tuple[int, int]]:
     return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
 
+def projection_names(m: ModelConfig) -> set[str]:
+    """Returns the names of the projections of all layers."""
+    return {name for taps in kinds(m) for name in linears(m, taps)}
+
+
 def adapted(w: Workload, taps: int) -> tuple[str, ...]:
     """Returns the projections of a layer that have an adapter."""
     return of_model(w.targets, linears(w.model, taps))
