@@ -67,6 +67,11 @@ def layer_tensors(m: ModelConfig, taps: int) -> LayerTensors:
     )
 
 
+def projection_names(m: ModelConfig) -> set[str]:
+    """Returns the names of the projections of all layers."""
+    return {name for taps in layers_by_taps(m) for name in layer_tensors(m, taps).linears}
+
+
 def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     """Returns how many numbers each tensor of a layer has, of all layers, and each of the other tensors."""
     layers: list[int] = []
