@@ -24,6 +24,7 @@ from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rollout import engine
 from r3lite.rollout.decoder import GraphDecoder
+from r3lite.rollout.drafts import CARD_PLACE_COST
 from r3lite.training import checkpoint, metrics
 from tests.commands import NEEDED
 from tests.rollout.test_decoder import Replayed
@@ -205,7 +206,13 @@ def questions(trained, tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def graphs_on_the_cpu(monkeypatch):
-    graphs = lambda model, cache, drafter: GraphDecoder(model, cache, SLOTS, Replayed())  # noqa: E731
+    """Decodes on the CPU as on a card, with the same drafts."""
+
+    def graphs(model, cache, drafter):
+        if drafter:
+            drafter.place_cost = CARD_PLACE_COST
+        return GraphDecoder(model, cache, SLOTS, Replayed(), drafter)
+
     monkeypatch.setattr(engine, "Decoder", graphs)
 
 

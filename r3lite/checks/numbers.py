@@ -132,7 +132,9 @@ def _read(model: CausalLM, cache: KVCache, parts: list[list[int]]) -> list[Tenso
 
 # Rows of each step: 3 rows fill a bucket of 4, and the longest row passes into a second block.
 STEPS = (3, 3, 3, 3, 6, 1, 5)
-BUCKETS = [(4, BLOCK), (4, 2 * BLOCK), (6, 2 * BLOCK), (1, BLOCK)]  # in the order in which they are captured
+DRAFTS = (1, 8, 3)  # tokens of each row, afterwards, in a pass over drafts
+# Rows, places of a row, and slots, in the order in which they are captured.
+BUCKETS = [(4, 1, BLOCK), (4, 1, 2 * BLOCK), (6, 1, 2 * BLOCK), (1, 1, BLOCK), (4, 8, 2 * BLOCK)]
 COSINES = {torch.float32: 0.99999}  # the least that is allowed; in other dtypes what the decoder itself asks for
 
 
@@ -181,6 +183,12 @@ def _captured(precision: Precision, capture: Callable | None) -> tuple[float, fl
             hidden = by_graphs(tokens).float()
             expected = plain(tokens).float()
             cosines += F.cosine_similarity(hidden, expected, dim=-1).tolist()
+        additions = [row[:count] for count in DRAFTS]
+        hidden = by_graphs.run_drafts(additions)
+        expected = plain.run_drafts(additions)
+        if hidden is None or expected is None:
+            return -1.0, _pools_mib()
+        cosines += F.cosine_similarity(hidden.float(), expected.float(), dim=-1).tolist()
     if not by_graphs.works or list(by_graphs.graphs) != BUCKETS:
         return -1.0, _pools_mib()
     return -largest(-cosine for cosine in cosines), _pools_mib()

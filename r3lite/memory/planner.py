@@ -29,7 +29,7 @@ from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
-from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_ROWS, GRAPH_PLACES, MOST_DRAFTED
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
@@ -231,7 +231,10 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     """Returns the bytes of a decoding step that is run as CUDA graphs, by phase: see rollout/decoder.py."""
     captured = {"sample": 0}
     if w.episodes and runs_graphs(w, memory):
-        captured["sample"] = _forward(w, memory, min(memory.rollout_batch_size, w.episodes))
+        places = min(memory.rollout_batch_size, w.episodes)
+        if w.draft_tokens:
+            places = max(places, GRAPH_PLACES)
+        captured["sample"] = _forward(w, memory, places)
     if w.judge and delta_heads(w.judge.model) is None:
         judge_memory = w.judge.memory
         captured["judge"] = _forward(as_judge(w, w.judge), judge_memory, judge_memory.rollout_batch_size)
@@ -458,8 +461,9 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
-    has_drafts = w.draft_tokens and (memory.stream_layers or not w.on_cuda)
-    if has_drafts:  # beside the logits of all places, a copy of those from which the next token of each row is drawn
+    if (
+        w.draft_tokens
+    ):  # beside the logits of all places, a copy of those from which the next token of each row is drawn
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, drafting_rows * row_sampling + places * logits)

@@ -103,9 +103,9 @@ class Prefill:
 
 
 class Decode:
-    """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
+    """T more tokens in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
 
-    The attention context of a pass over ids [B, 1].
+    The attention context of a pass over ids [B, T]. T is 1 but in a graph that verifies drafts.
     """
 
     def __init__(
@@ -116,33 +116,39 @@ class Decode:
         padding: int | None = None,
         lengths: Sequence[int] = (),
     ):
-        """`padding`: the position of rows that only pad the pass, if there may be some.
+        """`padding`: the position of tokens that only pad the pass, if there may be some.
 
         `lengths`: how many tokens each row has with its new one, on the host. With them each row reads its own keys
         only, in an operation of its own; without them one operation reads `used` slots of all rows, under a mask.
         """
         self.cache = cache
         self.lengths = lengths
-        self.positions = positions  # [B, 1]
+        self.positions = positions  # [B, T]
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
         self.used = used
         self.padding = padding
-        self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
         self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
         self.state_places: StatePlaces | None = None
 
-    def _mask(self, window: int | None) -> Tensor:
-        """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
+    def _mask(self, query_heads: int, window: int | None) -> Tensor:
+        """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads.
+
+        It is made when a layer first asks for it.
+        """
         if window is not None and window >= self.used:
             window = None
-        if window not in self.masks:
-            positions = self.positions[:, None]  # [B, 1, 1]
+        if (query_heads, window) not in self.masks:
+            positions = self.positions[:, None]  # [B, 1, T]
             if window is not None:
-                # A row that pads a graph writes to the last slot. It must see a key: a softmax of none is no number.
+                # A token that pads a graph is written to the last slot. It must see a key: a softmax of none is no
+                # number.
                 positions = positions.clamp(max=self.used - 1)
-            mask = self.cache.mask(positions, self.used, window)
-            self.masks[window] = mask[..., : self.used]
-        return self.masks[window]
+            mask = self.cache.mask(positions, self.used, window)  # [B, 1, T, S]
+            if positions.shape[2] > 1:
+                mask = mask.repeat(1, 1, query_heads, 1)
+            self.masks[query_heads, window] = mask[..., : self.used]
+        return self.masks[query_heads, window]
 
     def attend(
         self,
@@ -152,18 +158,20 @@ class Decode:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
-        B, K2, _, D = kv.shape
+        """See AttentionContext: q [B, H, T, D], kv [B, 2 K, T, D] -> [B, T, H D]. Writes kv to the cache."""
+        B, K2, T, D = kv.shape
+        H = q.shape[1]
         cached = self.cache.layers[layer].block[:B]
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
-        cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, 1, 2 K, D]
+        cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, T, 2 K, D]
         # The queries that share a key head are laid end to end, so that the cache is never copied.
-        q = q.reshape(B, K2 // 2, -1, D)  # [B, K, H / K, D]
+        q = q.reshape(B, K2 // 2, -1, D)  # [B, K, H / K T, D]
         if self.lengths:
             return self._attend_row_by_row(q, cached, window, scale)
         k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(window), scale=scale)
-        return out.reshape(B, 1, -1)
+        mask = self._mask(2 * H // K2, window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, -1)
 
     def _attend_row_by_row(
         self,
@@ -186,11 +194,12 @@ class Decode:
         x: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        """See AttentionContext: x [B, 1, C] -> [B, 1, C]. Writes x to the cache."""
+        """See AttentionContext: x [B, T, C] -> [B, T, C]. Writes x to the cache."""
         ring = self.cache.layers[layer]
         if ring.taps not in self.ring_slots:
-            self.ring_slots[ring.taps] = ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
-        return ring.convolve(x[:, 0], weight, self.ring_slots[ring.taps])[:, None]
+            rows = self.rows.expand_as(self.positions)
+            self.ring_slots[ring.taps] = ring.slots_of(rows.flatten(), self.positions.flatten(), self.padding)
+        return ring.convolve(x.flatten(0, 1), weight, self.ring_slots[ring.taps]).view_as(x)
 
     def recall(
         self,

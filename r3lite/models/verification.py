@@ -85,7 +85,7 @@ class Verification:
         # The queries that share a key head are laid end to end, as in `Decode`.
         q = q.transpose(0, 1).reshape(B, K, -1, D)  # [B, K, H / K T, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(H // K, window), scale=scale)
-        out = out.view(B, H, T, D).transpose(1, 2)  # [B, T, H, D]
+        out = out.reshape(B, H, T, D).transpose(1, 2)  # [B, T, H, D]
         if self.unpadded is not None:
             out = out[self.unpadded]  # [N, H, D]
         return out.reshape(1, -1, H * D)

@@ -1,13 +1,15 @@
-"""One decoding step: runs the last token of each running row, returns the hidden states.
+"""One decoding step: runs the last token of each running row, and perhaps a draft, returns the hidden states.
 
 On CUDA the step is captured as a graph and replayed, because launching the kernels of one token takes longer than
-running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two; it
-reads tokens and positions from buffers. On other devices the model is called.
+running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two, and
+one more for drafts, in which all rows have as many places; it reads tokens and positions from buffers. On other
+devices the model is called.
 """
 
 import math
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from r3lite.models.delta_rows import DeltaRows
 from r3lite.models.kv_cache import BLOCK, Decode, KVCache
 from r3lite.models.verification import Verification
 from r3lite.rollout.drafts import Drafter
+from r3lite.settings.rollout import GRAPH_PLACES, MOST_DRAFTED
 
 LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the model itself
 
@@ -37,14 +40,17 @@ class Decoder:
         ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
         return self._run(ids, context)[:, 0]
 
+    def draft_limit(self, rows: int) -> int:
+        """Returns how many tokens may be drafted for each of so many rows, but for what the drafter decides."""
+        return MOST_DRAFTED
+
     def run_drafts(self, additions: list[list[int]]) -> Tensor | None:
         """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
 
         If they are not all finite, the cache is as before, and there are none.
         """
         lengths = self.cache.lengths[: len(additions)]
-        context = Verification(self.cache, additions)
-        hidden = self._run(context.tokens, context)[0]
+        hidden = self._run_additions(additions)
         if hidden.isfinite().all():
             return hidden
         for row, length in enumerate(lengths):
@@ -52,18 +58,31 @@ class Decoder:
             self.cache.wipe(row)
         return None
 
+    def _run_additions(self, additions: list[list[int]]) -> Tensor:
+        """Returns the hidden states [N, C] after tokens that are added to each of the first rows, finite or not."""
+        context = Verification(self.cache, additions)
+        return self._run(context.tokens, context)[0]
+
     def _run(self, ids: Tensor, context: AttentionContext) -> Tensor:
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
         with torch.autocast(self.cache.device.type, enabled=False):
             return self.model(ids, context)
 
 
+class Graph(NamedTuple):
+    """A captured step of B rows with T places each."""
+
+    inputs: Tensor  # [2, B, T]: tokens and positions, which reach the device in one transfer
+    replay: Callable[[], object]
+    hidden: Tensor  # [B, T, C]
+
+
 class GraphDecoder(Decoder):
     """A decoder with CUDA graphs. All slots of the cache are allocated at once, so that its address does not change.
 
-    Rows that pad a bucket write to the last slot, which no sequence uses: an episode's last token is never run.
-    `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph is
-    compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
+    Places that pad a graph are at the position of the last slot, which no sequence uses: an episode's last token is
+    never run. `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph
+    is compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
     then on. If layers carry states, it is called from the start. Errors of the model are raised, and
     torch.OutOfMemoryError if a capture runs out of memory: with fewer rows, graphs fit.
     """
@@ -74,72 +93,109 @@ class GraphDecoder(Decoder):
         cache: KVCache,
         slots: int,
         capture: Callable | None = None,
+        drafter: Drafter | None = None,
     ):
-        super().__init__(model, cache)
+        super().__init__(model, cache, drafter)
         cache.reserve(slots)
         self.slots = cache.capacity
         self.capture = capture or Capture()
-        self.graphs: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
-        # Tokens and positions, which reach the device in one transfer.
-        rows = len(cache.lengths)
-        self.inputs = torch.zeros(2, rows, 1, dtype=torch.long, device=cache.device)
+        self.graphs: dict[tuple[int, int, int], Graph] = {}  # by rows, places of a row, and slots
         # What a row's state goes on from differs from step to step, and a graph cannot ask.
         self.works = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        if not self.works:
+        hidden = self._replay([[token] for token in tokens], places=1)
+        if hidden is None:
             return super().__call__(tokens)
-        n = len(tokens)
-        lengths = self.cache.lengths
-        rows, slots = self._bucket(n)
-        padding = rows - n
-        padded_tokens = tokens + [0] * padding
-        padded_positions = lengths[:n] + [self.slots - 1] * padding
-        inputs = torch.tensor([padded_tokens, padded_positions])
-        self.inputs[:, :rows, 0].copy_(inputs, non_blocking=True)
-        if (rows, slots) not in self.graphs:
-            usable = self._add_graph(n, rows, slots)
-            if not usable:
-                return super().__call__(tokens)
-        replay, hidden = self.graphs[rows, slots]
-        replay()
-        for row in range(n):
-            lengths[row] += 1
-        return hidden[:n, 0]
+        return hidden[:, 0]
 
-    def _bucket(self, n: int) -> tuple[int, int]:
-        """Returns the rows and the slots of the smallest graph for the first `n` rows of the cache."""
-        lengths = self.cache.lengths
-        longest = max(lengths[:n]) + 1
-        blocks = math.ceil(longest / BLOCK)
-        rows = min(_power_of_two(n), len(lengths))
-        slots = min(BLOCK * _power_of_two(blocks), self.slots)
-        return rows, slots
+    def draft_limit(self, rows: int) -> int:
+        """Returns one place less than each row has in the graph with drafts for so many rows."""
+        if not self.works:
+            return super().draft_limit(rows)
+        limit = GRAPH_PLACES // self._padded_rows(rows) - 1
+        if self.drafter:
+            limit = min(limit, self.drafter.limit)
+        return limit
 
-    def _add_graph(self, n: int, rows: int, slots: int) -> bool:
-        """Captures the graph of a bucket, whose first `n` rows are at work; returns whether it may be used."""
+    def _run_additions(self, additions: list[list[int]]) -> Tensor:
+        hidden = self._replay(additions, places=1 + self.draft_limit(len(additions)))
+        if hidden is None:
+            return super()._run_additions(additions)
+        columns = [torch.arange(len(addition)) for addition in additions]
+        counts = torch.tensor([len(addition) for addition in additions])
+        rows = torch.arange(len(additions)).repeat_interleave(counts)
+        index = torch.stack([rows, torch.cat(columns)]).to(hidden.device, non_blocking=True)
+        return hidden[index[0], index[1]]
+
+    def _replay(self, additions: list[list[int]], places: int) -> Tensor | None:
+        """Returns the hidden states [n, places, C] after tokens that are added to each of the first n rows.
+
+        The rows' lengths count them from now on. Places behind a row's tokens are padding. Returns None, and does
+        nothing, if graphs cannot be used.
+        """
+        if not self.works:
+            return None
+        n = len(additions)
+        lengths = self.cache.lengths
+        rows = self._padded_rows(n)
+        padding = self.slots - 1
+        tokens = []
+        positions = []
+        for length, addition in zip(lengths, additions):
+            filling = places - len(addition)
+            tokens.append(addition + [0] * filling)
+            positions.append([*range(length, length + len(addition)), *[padding] * filling])
+        tokens += [[0] * places] * (rows - n)
+        positions += [[padding] * places] * (rows - n)
+        inputs = torch.tensor([tokens, positions])
+        longest = max(length + len(addition) for length, addition in zip(lengths, additions))
+        slots = min(BLOCK * _power_of_two(math.ceil(longest / BLOCK)), self.slots)
+        key = (rows, places, slots)
+        if key not in self.graphs:
+            graph = self._captured(inputs, slots)
+            if graph is None:
+                return None
+            self.graphs[key] = graph
+        graph = self.graphs[key]
+        graph.inputs.copy_(inputs, non_blocking=True)
+        graph.replay()
+        for row, addition in enumerate(additions):
+            lengths[row] += len(addition)
+        return graph.hidden[:n]
+
+    def _padded_rows(self, n: int) -> int:
+        """Returns the rows of the smallest graph for the first `n` rows of the cache."""
+        return min(_power_of_two(n), len(self.cache.lengths))
+
+    def _captured(self, inputs: Tensor, slots: int) -> Graph | None:
+        """Returns the graph of a step over tokens and positions [2, B, T]; None if it may not be used, now or ever."""
+        padding = self.slots - 1
+        inputs = inputs.to(self.cache.device)
+        is_compared = inputs[1] != padding
 
         def step() -> Tensor:
             # The context is made within the graph, so that each replay computes the mask from the new positions.
-            context = Decode(self.cache, self.inputs[1, :rows], slots, padding=self.slots - 1)
-            return self.model(self.inputs[0, :rows], context)
+            context = Decode(self.cache, inputs[1], slots, padding=padding)
+            return self.model(inputs[0], context)
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
+        if not expected[is_compared].isfinite().all():  # of a draft, perhaps: there is nothing to compare with
+            return None
         try:
             replay, hidden = self.capture(step)
         except RuntimeError as error:
             if _ran_out_of_memory(error):
                 raise torch.OutOfMemoryError(f"out of memory for a CUDA graph: {error}") from error
             self._give_up(str(error))
-            return False
+            return None
         replay()
-        cosines = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1)
+        cosines = F.cosine_similarity(hidden[is_compared].float(), expected[is_compared].float(), dim=-1)
         if not cosines.min() >= LEAST_COSINE:  # a NaN is refused, too
             self._give_up("they compute different numbers")
-            return False
-        self.graphs[rows, slots] = replay, hidden
-        return True
+            return None
+        return Graph(inputs, replay, hidden)
 
     def _give_up(self, reason: str) -> None:
         """Has the model called from now on, and prints why."""

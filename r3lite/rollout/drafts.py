@@ -15,7 +15,7 @@ Much of what a trained model writes stands before it: in the question, in docume
    If a number of the pass is not finite, all of it is taken back, and the rows are run without drafts: what follows a
    draft has a weight of 0 in the attention of places before it, which does not remove a NaN.
 
-CUDA graphs have shapes of one token a row: with them nothing is drafted.
+With CUDA graphs all rows of a pass have as many places, of which few are for many rows: see `GraphDecoder`.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ LONGEST_MATCH = 8  # a longer match counts as one of this length
 # A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
 ROW_COST = 0.1
 PLACE_COST = 0.06
-STREAMED_PLACE_COST = 0.01  # the same on a card to which layers are copied, which takes longer than many tokens
+CARD_PLACE_COST = 0.01  # the same on a card, where reading the weights, or copying them, takes longer than some tokens
 PASS_COST = 0.1  # what a verification takes beside its places
 MARGIN = 1.25  # a place is drafted if it pays so many times
 # What is expected of a match before drafts were made: the share that is accepted, by the length of the match.
@@ -213,11 +213,12 @@ def drafter_of(
     stop_id: int,
     sequences: Several[Sequence],
 ) -> Drafter | None:
-    """Returns the drafter of a run; None if the `limit` is 0, or if it is not known what a place costs."""
-    if limit and model.head_weight.device.type == "cpu":
+    """Returns the drafter of a run; None if the `limit` is 0, or if it is not known what a place costs: on MPS."""
+    device = model.head_weight.device.type
+    if limit and device == "cpu":
         return Drafter(limit, stop_id, sequences)
-    if limit and model.stream:
-        return Drafter(limit, stop_id, sequences, place_cost=STREAMED_PLACE_COST)
+    if limit and device == "cuda":
+        return Drafter(limit, stop_id, sequences, place_cost=CARD_PLACE_COST)
     return None
 
 

@@ -154,10 +154,10 @@ class Engine:
     def scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
         """Returns a scheduler of the sequences with a new KV cache of `row_count` rows, and a decoder of that cache."""
         cache = KVCache.of(self.model, row_count)
+        drafter = drafter_of(self.model, self.draft_tokens, self.layout.tokenizer.stop_id, sequences=sequences)
         if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
-            decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
+            decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length, drafter=drafter)
         else:
-            drafter = drafter_of(self.model, self.draft_tokens, self.layout.tokenizer.stop_id, sequences=sequences)
             decoder = Decoder(self.model, cache, drafter)
         return Scheduler(list(sequences), cache), decoder
 
@@ -261,7 +261,8 @@ class Engine:
         drafter: Drafter,
     ) -> list[Sequence] | None:
         """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
-        rooms = [min(room(sequence, self.layout_of(sequence).lengths) for sequence in row) for row in rows]
+        limit = decoder.draft_limit(len(rows))
+        rooms = [min(limit, *(room(sequence, self.layout_of(sequence).lengths) for sequence in row)) for row in rows]
         drafts = drafter.propose([row[0] for row in rows], rooms)
         if not any(drafts):
             return None

@@ -11,6 +11,9 @@ from r3lite.settings.conditions import has_documents, has_queries
 # probability anyway, unless two logits are as good as equal.
 LEAST_TEMPERATURE = 1e-5
 DRAFTING_ROWS = 16  # more rows are sampled without drafts: a pass over them has enough to compute
+# Places of the rows of a CUDA graph with drafts, in all: a card reads the weights once for so many, which takes longer
+# than computing them.
+GRAPH_PLACES = 32
 MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
 
 
@@ -65,7 +68,7 @@ class SamplingSettings(Section):
     rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
     """episodes sampled together; default: as many as fit in the memory budget"""
     draft_tokens: Annotated[int, Bounds(low=0, high=MOST_DRAFTED)] = 7
-    """maximum tokens of a draft, copied from the context and verified in one pass (on a CPU, and with --stream-layers);
+    """maximum tokens of a draft, copied from the context and verified in one pass (not on MPS);
     0: none"""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3lite.checks.numbers import BUCKETS, STEPS
+from r3lite.checks.numbers import BUCKETS, DRAFTS, STEPS
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, LayerKind
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
@@ -49,6 +49,9 @@ def compared(model, capture) -> tuple[GraphDecoder, Decoder]:
         tokens = [7 * n + i for i in range(n)]
         assert torch.allclose(graphs(tokens), plain(tokens), atol=1e-5)
         assert graphs.cache.lengths == plain.cache.lengths
+    additions = [list(range(count)) for count in DRAFTS]
+    assert torch.allclose(graphs.run_drafts(additions), plain.run_drafts(additions), atol=1e-5)
+    assert graphs.cache.lengths == plain.cache.lengths
     return graphs, plain
 
 

@@ -10,24 +10,26 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import lora
 from r3lite.models.causal_lm import LayerKind, Rope
-from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.kv_cache import Decode, KVCache, Prefill
 from r3lite.models.verification import Verification
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout import drafts, engine
-from r3lite.rollout.decoder import Decoder
+from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.drafts import Agreement, Drafter, worthwhile
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener, Sequence
 from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.rollout.test_decoder import Replayed
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1200, max_document_tokens=60)
 DOCUMENTS = [Document("1", "Rome", "Rome is in Italy, where the river Tiber runs through the old town.")]
 LIMIT = 7
+SLOTS = 4096  # of a cache with graphs, more than any episode here has tokens
 STOP = 0  # the id of a stop token that no test writes
 
 
@@ -65,19 +67,26 @@ class Counted:
         self.passes = 0
         self.verified = 0
         run_drafts = Decoder.run_drafts
-        call = Decoder.__call__
 
         def counted_run_drafts(decoder, additions):
             self.verified += 1
             self.passes += 1
             return run_drafts(decoder, additions)
 
+        monkeypatch.setattr(Decoder, "run_drafts", counted_run_drafts)
+        for kind in (Decoder, GraphDecoder):
+            monkeypatch.setattr(kind, "__call__", self.counting(kind))
+
+    def counting(self, kind):
+        """The `__call__` of a kind of decoder, which counts its calls."""
+        call = kind.__call__
+
         def counted_call(decoder, tokens):
-            self.passes += 1
+            if type(decoder) is kind:  # GraphDecoder may ask its base
+                self.passes += 1
             return call(decoder, tokens)
 
-        monkeypatch.setattr(Decoder, "run_drafts", counted_run_drafts)
-        monkeypatch.setattr(Decoder, "__call__", counted_call)
+        return counted_call
 
     def of(self, work):
         """What `work` returns, with its passes and how many of them had drafts."""
@@ -88,6 +97,22 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch):
     return Counted(monkeypatch)
+
+
+@pytest.fixture(params=["passes", "graphs"])
+def decoders(request, monkeypatch):
+    """The decoders of the engine: on a CPU, and as on a card, which has as many places for all rows of a pass."""
+    made = []
+
+    def by_graphs(model, cache, drafter):
+        decoder = GraphDecoder(model, cache, SLOTS, Replayed(), drafter)
+        made.append(decoder)
+        return decoder
+
+    if request.param == "graphs":
+        monkeypatch.setattr(engine, "Decoder", by_graphs)
+    yield
+    assert all(decoder.works for decoder in made)
 
 
 def assert_same(drafted, plain):
@@ -109,7 +134,7 @@ def with_drafts(plain):
     [Sampler(0.0), Sampler(0.2), Sampler(0.5, top_k=2), Sampler(1.0, top_p=0.2)],
     ids=["greedy", "sampled", "top-k", "top-p"],
 )
-def test_tokens_are_those_of_sampling_one_by_one(engine_of, counted, sampler):
+def test_tokens_are_those_of_sampling_one_by_one(engine_of, counted, decoders, sampler):
     """Two episodes of a question draft for each other.
 
     Whether a random model repeats itself, so that drafts save passes, is luck: the next test has one that does.
@@ -130,7 +155,7 @@ def head():
     return torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Flatten(-2))
 
 
-def test_episodes_with_retrievals_forced_answers_and_a_critic(scripted, counted, model, tokenizer, head):
+def test_episodes_with_retrievals_forced_answers_and_a_critic(scripted, counted, decoders, model, tokenizer, head):
     """Turns that repeat their documents; log-probabilities and values equal those of one uncached pass."""
     plain = scripted(SCRIPT, protocol=PROTOCOL, lengths=LENGTHS, value_head=head)
     expected, passes, _ = counted.of(lambda: plain.run(questions(3), ["a", "b", "c"], documents))
@@ -146,7 +171,7 @@ def test_episodes_with_retrievals_forced_answers_and_a_critic(scripted, counted,
     assert torch.allclose(values, batch.values[batch.action_mask], atol=1e-4) and values.abs().max() > 0.01
 
 
-def test_a_stop_string_within_a_draft_ends_the_turn(scripted, counted):
+def test_a_stop_string_within_a_draft_ends_the_turn(scripted, counted, decoders):
     """What the draft has behind it is dropped: the turn would go on with the document that the model copied."""
     protocol = build_protocol(ProtocolSettings(format="tags"))
     turns = [f"<think> what </think>\n<search> {query} </search>..." for query in ("the Tiber", "the Tiber there")]
@@ -239,7 +264,7 @@ def test_several_adapters_samplers_and_limits_of_tokens(lanes_of, model, counted
     assert [len(s.logprobs) for s in drafted[1:]] == [33, 34] and drafted[1].finish == CUT_OFF
 
 
-def test_a_draft_without_numbers_is_taken_back(scripted, model, counted):
+def test_a_draft_without_numbers_is_taken_back(scripted, model, counted, decoders):
     """A NaN after a draft token that is not kept is nobody's; nor does it stay in the cache, where a mask would not
     remove it from a sum."""
     (question,) = questions(1)
@@ -254,7 +279,8 @@ def test_a_draft_without_numbers_is_taken_back(scripted, model, counted):
     def break_drafts(module, inputs, output):
         ids, context = passes[-1]
         is_broken = ids == broken
-        if isinstance(context, Verification) and is_broken.any():
+        has_drafts = isinstance(context, Verification) or (isinstance(context, Decode) and ids.shape[1] > 1)
+        if has_drafts and is_broken.any():
             broken_passes.append(ids)
             return output.masked_fill(is_broken[..., None], float("nan"))
         return output
