@@ -200,7 +200,7 @@ class Engine:
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()
             sequence.finish = SEARCHING
-        step_is_complete = not sequence.pending and not sequence.step_awaiting_answer
+        step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 

@@ -113,13 +113,15 @@ class Scheduler:
         self.last_released = sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Frees the row of a running sequence, and clears it: its keys and values may not be finite.
+        """Releases a running sequence whose keys and values may not be finite, and clears the row if that frees it.
 
         The next sequence in the row masks what it has not written, but a mask does not remove a NaN from a sum.
         """
+        row_count = len(self.rows)
         self.release(sequence)
-        self.cache.clear(len(self.rows))
-        self.last_released = None
+        if len(self.rows) < row_count:  # the row was freed, as no other sequence shares it
+            self.cache.clear(len(self.rows))
+            self.last_released = None
 
     def _place(self, sequence: Sequence) -> int:
         """Returns the row of a sequence."""

@@ -83,11 +83,10 @@ class Sequence(Transcript):
         )
 
     def reopened(self, stream: random.Random) -> "Sequence":
-        """Returns a copy of the finished sequence that ends where its last turn begins.
+        """Returns a copy of the finished sequence that ends where its last turn begins, to sample another last turn.
 
-        `stream` draws the tokens of another last turn, the only ones that will be action tokens: none of the copy's
-        counts as sampled. The turn may not search, because new documents would make another context. A forced answer
-        is forced again.
+        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. The turn may not
+        search, because new documents would make another context. A forced answer is forced again.
         """
         return Sequence(
             self.question,
@@ -96,7 +95,7 @@ class Sequence(Transcript):
             steps=self.steps[:-1],
             step_ends=self.step_ends[:-1],
             turn_start=self.turn_start,
-            step_awaiting_answer=self.step_of_forced_answer,
+            forced_step=self.closed_forced_step,
             stream=stream,
             may_search=False,
             place=self.place,
