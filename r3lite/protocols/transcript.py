@@ -15,8 +15,8 @@ from r3lite.core.token_record import TokenRecord
 class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far.
 
-    A forced answer: the layout writes the heading of the answer, and the model only the answer. It is forced after
-    --max-hops searches, at a turn that a limit cut off, where no documents fit, and in baselines.
+    In a turn with a *forced answer* the layout writes the heading of the answer, and the model only the answer. Answers
+    are forced after --max-hops searches, after a turn that a limit cut off, where no documents fit, and in baselines.
     """
 
     question: Question

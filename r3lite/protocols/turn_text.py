@@ -67,9 +67,9 @@ class TurnText:
         return any(stop in self.tokenizer.decode(turn[-len(stop.encode()) :]) for stop in stops)
 
     def _may_end_stop_string(self, token: int) -> bool:
-        """Returns whether a token has the last character of a stop string, or some bytes of it.
+        """Returns whether a token has the last character of a stop string, or some of the bytes of this character.
 
-        Few tokens have, so that little text is decoded.
+        This is true of few tokens, so little text is decoded.
         """
         text = self.tokenizer.decode([token])
         has_bytes = BYTES in text
