@@ -2,8 +2,8 @@
 
 Much of what a trained model writes stands before it: in the question, in documents, in its earlier steps.
 
-1. Lookup (prompt lookup decoding). A draft is what followed the last occurrence of a row's last 3 tokens, else of its
-   last 2: in the episode itself, or in another one of its question that is sampled in the same run.
+1. Lookup (prompt lookup decoding). We look for the last occurrence of a row's last 3 tokens, else of its last 2: in the
+   episode itself, or in another episode of the question in the same run. The draft is what followed there.
 2. Length. The i-th token of a draft is accepted with probability p^i, where p is the share of drafted tokens that were
    accepted in this run after matches of this length. A draft gets longer as long as p^i exceeds the cost of one more
    token (see TOKEN_COST). The costs are constants and not measured by the clock, so that runs are repeated to the bit.
@@ -35,11 +35,11 @@ ROW_COST = 0.1
 TOKEN_COST = 0.06
 STREAMED_TOKEN_COST = 0.01  # TOKEN_COST where layers are copied to the device: the unit of time is then longer
 PASS_COST = 0.1  # what a pass with drafts takes in addition, however many tokens they have
-MARGIN = 1.25  # drafts must bring so many times what they cost
+MARGIN = 1.25  # what drafts must bring, divided by what they cost
 # The share of drafted tokens that is expected to be accepted, by the length of the match, before any was examined.
 EXPECTED = (0.0, 0.0, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.8)
-EXPECTED_WEIGHT = 8.0  # the expected share counts like that of so many examined tokens
-FADING = 0.99  # by this factor the counts of examined tokens fade at each match, because a model's texts change
+EXPECTED_WEIGHT = 8.0  # how many examined tokens the expected share counts for
+FADING = 0.99  # the counts of examined tokens are multiplied by it at each match, because a model's texts change
 
 Occurrence = tuple[list[int], int]  # the tokens of an episode, and the index of the token that followed a match
 
@@ -74,7 +74,7 @@ class Reader:
 class Acceptance:
     """How many drafted tokens were examined and accepted, after matches of one length. Both numbers fade."""
 
-    expected: float  # the share before any was examined
+    expected: float  # the share that is expected before any was examined
     accepted: float = 0.0
     examined: float = 0.0
 
@@ -116,9 +116,9 @@ class Drafter:
         self.limit = limit
         self.stop_id = stop_id
         self.token_cost = token_cost
-        self.readers: dict[int, Reader] = {}  # by the id of a sequence that is not finished
+        self.readers: dict[int, Reader] = {}  # of unfinished sequences, by Python's id of the sequence
         episode_counts = Counter(id(sequence.question) for sequence in sequences)
-        self.groups: dict[int, Occurrences] = {}  # by the id of a question with several episodes
+        self.groups: dict[int, Occurrences] = {}  # of questions with several episodes, by Python's id of the question
         for question_id, count in episode_counts.items():
             if count > 1:
                 self.groups[question_id] = Occurrences()
@@ -132,12 +132,12 @@ class Drafter:
         A draft pays if it brings more tokens than are sampled without drafts in the time that the draft takes.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
-        price = MARGIN * self.token_cost * speed  # tokens that a drafted token must bring in the mean
+        price = MARGIN * self.token_cost * speed  # tokens that a drafted token must bring on average
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
         self._read(rows)
         free_tokens = MOST_DRAFTED
-        gain = 0.0  # tokens that the drafts bring in the mean
+        gain = 0.0  # tokens that the drafts bring on average
         for row, (sequence, row_limit) in enumerate(zip(rows, limits, strict=True)):
             length, occurrence = self._match(sequence)
             if not length:
@@ -264,7 +264,7 @@ def worthwhile(
     price: float,
     limit: int,
 ) -> tuple[int, float]:
-    """Returns the number of tokens to draft, at most `limit`, and how many of them are accepted in the mean.
+    """Returns the number of tokens to draft, at most `limit`, and how many of them are accepted on average.
 
     Token number i is accepted with probability share^i; it is drafted if that is above the `price`.
     """
