@@ -17,6 +17,7 @@ from r3lite.models.config_file import is_nf4
 from r3lite.settings import OptimizerSettings
 from r3lite.training import optim
 from tests.errors import shows
+from tests.lfm2_models import in_file, switches
 
 QUESTIONS = ["--data", str(shipped("data", "world", "train.jsonl")), "--limit", "2", "--encoder", "hashing"]
 TINY = ["--preset", "tiny", "--device", "cpu"]
@@ -178,6 +179,24 @@ def test_the_same_shape_beside_an_adapter_is_taken(base, commands, tmp_path):
     main, arguments = commands["sft"]
     same = ["--lora-r", "4", "--lora-alpha", "8", "--lora-targets", "v_proj,q_proj"]
     assert main([*arguments, "--adapter", adapter, *same]) == 0
+
+
+def test_the_same_partial_targets_are_taken_where_one_layer_is_several_projections(
+    base, commands, tmp_path, capsys, small_model, write_folder
+):
+    """A convolution of LFM2 is adapted with q_proj. It was taken for k_proj and v_proj too, and q_proj was refused."""
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 4096}
+    write_folder(small_model(**sizes, **switches(3)), base, **in_file(3))
+    main, arguments = commands["sft"]
+    targets = ["--lora-targets", "q_proj,down_proj"]
+    assert main([*arguments, *targets]) == 0
+    first = tmp_path / "out"
+    assert lora.read_adapter_config(first).targets == ("q_proj", "in_proj", "w2")
+    onward = ["--adapter", str(first), "--output"]
+    assert main([*arguments, *onward, str(tmp_path / "onward"), *targets]) == 0
+    more = ["--lora-targets", "q_proj,v_proj,down_proj"]
+    error = refused(capsys, commands["sft"], *onward, str(tmp_path / "other"), *more)
+    assert shows(error, "adapter-setting-differs", "('q_proj', 'in_proj', 'w2')")
 
 
 def loads(base, cache):

@@ -26,13 +26,14 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.devices.speed import warn_of_slow_fp16
+from r3lite.memory.layer_tensors import projection_names
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
-from r3lite.models.causal_lm import CausalLM
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.full_tuning import FullTuning
-from r3lite.models.projections import separate
+from r3lite.models.projections import of_model
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
 from r3lite.settings.common import CommandConfig
@@ -128,7 +129,7 @@ def load_policy(
     if settings.adapter:
         check_base(settings, fingerprint)
         if training:
-            _check_shape(settings.adapter, training)
+            _check_shape(settings.adapter, training, plan.workload.model)
     device = resolve_device(settings.device)
     precision = Precision(resolve_dtype(settings.dtype, device), device)
     ranks = training.ranks if training else ALONE
@@ -338,8 +339,12 @@ def _formats(settings: Mapping[str, Any]) -> set[str]:
     return {entry.get("format", settings["format"]) for entry in entries if has_steps(entry)}
 
 
-def _check_shape(adapter: str, training: Training) -> None:
-    """Refuses settings of a fresh adapter that the user gave beside an adapter of another shape."""
+def _check_shape(
+    adapter: str,
+    training: Training,
+    model: ModelConfig,
+) -> None:
+    """Refuses settings of a fresh adapter that the user gave beside an adapter of the model of another shape."""
     config = lora.read_adapter_config(adapter)
     shape = {
         "lora_r": config.r,
@@ -352,7 +357,7 @@ def _check_shape(adapter: str, training: Training) -> None:
         setting = getattr(training.fresh, name)
         is_equal = setting == value
         if name == "lora_targets":
-            is_equal = set(setting) == separate(value)
+            is_equal = of_model(setting, projection_names(model)) == value
         if name in training.set_by_user and not is_equal:
             remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
             raise R3LiteError(

@@ -292,7 +292,7 @@ def add_mean(
     parameters = [adapter_parameters(model, member) for member in members]
     rank = sum(config.r for config in configs)
     all_targets = {target for config in configs for target in config.targets}
-    targets = of_model(all_targets, _projection_names(model))
+    targets = tuple(name for name in ADAPTED if name in all_targets)
     mean = LoraConfig(r=rank, alpha=configs[0].scale * rank, targets=targets)
     tensors = {}
     for path, linear in _targets(model, targets):

@@ -38,16 +38,14 @@ ADAPTED = (*PROJECTIONS, *ALIASES)  # all layers that may have an adapter
 FEW_ROWS = 8
 
 
-def separate(names: Iterable[str]) -> set[str]:
-    """Returns the names of PROJECTIONS that names of ADAPTED mean."""
-    return {projection for name in names for projection in ALIASES.get(name, (name,))}
-
-
 def of_model(targets: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of a model's `names` of layers that have a part in `targets`, in the order of ADAPTED."""
-    wanted = separate(targets)
+    """Returns those of a model's `names` of layers that are a target, or have one as a part, in the order of ADAPTED.
+
+    What it returns are targets that mean the same layers.
+    """
+    wanted = set(targets)
     present = set(names)
-    return tuple(name for name in ADAPTED if name in present and wanted & separate([name]))
+    return tuple(name for name in ADAPTED if name in present and wanted & {name, *ALIASES.get(name, ())})
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,8 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
     lora.add_adapter(model, "policy", r=3, alpha=8, targets=TARGETS[1:])
     adapter = list(lora.adapter_parameters(model, "policy").values())
     assert held(adapter) == planner.adapter_bytes(w)
+    onward = replace(w, targets=lora.switch_of(model).configs["policy"].targets)
+    assert held(adapter) == planner.adapter_bytes(onward)  # in_proj of some layers was taken for q_proj of the others
     optimizer = torch.optim.AdamW(adapter)
     for p in adapter:
         p.grad = torch.ones_like(p)
