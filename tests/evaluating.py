@@ -16,6 +16,12 @@ TEMPLATE = (
 SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 
 
+def token_of(tokenizer, turn, index):
+    """The token of a turn that is said, by its index; behind the turn the stop token."""
+    ids = tokenizer.encode(turn)
+    return ids[index] if index < len(ids) else tokenizer.stop_id
+
+
 def paragraphs(*names):
     return [
         {"idx": i, "title": n, "paragraph_text": f"{n} lives in {n}town.", "is_supporting": i < 2}
@@ -57,13 +63,12 @@ def says(monkeypatch):
     """Lets the toy say what a script has for a question, turn by turn."""
 
     def script(turns):
-        def sample(engine, logits, rows):
+        def sample(engine, logits, batch):
             tokens = []
-            for sequence in rows:
+            for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
                 turn = turns[sequence.question.id][len(sequence.steps)]
-                tokenizer = engine.layout.tokenizer
-                tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
-            return torch.tensor(tokens), torch.zeros(len(rows))
+                tokens.append(token_of(engine.layout.tokenizer, turn, len(sequence.turn) + depth))
+            return torch.tensor(tokens), torch.zeros(len(tokens))
 
         monkeypatch.setattr(Engine, "_sample", sample)
 

@@ -21,6 +21,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import FAULTS
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rollout.engine import Engine
+from tests.evaluating import token_of
 
 CITY = "\u6771\u4eac"
 QUERY = f"Step 1:\nThe problem analysis: I look for {CITY}.\nThe retrieval query: Ada lives in which city?"
@@ -46,12 +47,12 @@ def arguments(tmp_path, monkeypatch):
     texts = {"Ada": f"Ada lives in {CITY}. " + "She likes it there. " * 9, "Bob": "Bob is\ta\x1b[31mfriend."}
     write_jsonl(tmp_path / "corpus.jsonl", [{"id": f"d-{t}", "title": t, "text": text} for t, text in texts.items()])
 
-    def sample(engine, logits, rows):
+    def sample(engine, logits, batch):
         tokens = []
-        for sequence in rows:
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
             turn = SCRIPT[sequence.question.text][len(sequence.steps)]
-            tokens.append([*engine.layout.tokenizer.encode(turn), engine.layout.tokenizer.stop_id][len(sequence.turn)])
-        return torch.tensor(tokens), torch.zeros(len(rows))
+            tokens.append(token_of(engine.layout.tokenizer, turn, len(sequence.turn) + depth))
+        return torch.tensor(tokens), torch.zeros(len(tokens))
 
     monkeypatch.setattr(Engine, "_sample", sample)
     return ["--preset", "tiny", "--corpus", str(tmp_path / "corpus.jsonl"), "--dtype", "fp32", "--steps", "on"]
@@ -178,11 +179,11 @@ def test_the_prompt_of_json_is_not_on_stdout(arguments, capsys, monkeypatch):
 def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
     scripted, calls = Engine._sample, []
 
-    def sample(engine, logits, rows):
-        calls.append(rows[0].question.text)
+    def sample(engine, logits, batch):
+        calls.append(batch.sequences[0].question.text)
         if len(calls) == 20:
             raise KeyboardInterrupt
-        return scripted(engine, logits, rows)
+        return scripted(engine, logits, batch)
 
     def typed(prompt):
         if not questions:

@@ -4,7 +4,6 @@ imitation of vLLM; and everything that is refused."""
 import dataclasses
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from r3lite.core.spans import Stopwatch
 from r3lite.llm.http_client import Link
 from r3lite.models import lora
 from r3lite.rollout import wire
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Sequence, Uniforms
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.errors import raises
 from tests.sampled_elsewhere import (
@@ -299,7 +298,7 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
 
     def sequence(tokens, actions, logprobs):
         return Sequence(
-            Question("q", "Who?", ()), tokens=tokens, action_mask=actions, logprobs=logprobs, stream=random.Random(0)
+            Question("q", "Who?", ()), tokens=tokens, action_mask=actions, logprobs=logprobs, stream=Uniforms(0)
         )
 
     begun = sequence([5, 6, 7], [False, True, False], [-0.5])

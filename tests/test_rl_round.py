@@ -1,6 +1,5 @@
 """Which episodes of a round get another end, and what the round then holds."""
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from r3lite.core.invocation import with_values
 from r3lite.core.spans import Stopwatch
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rewards.verdict import StepVerdict, Verdict
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Sequence, Uniforms
 from r3lite.settings import PpoConfig
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(3))
@@ -24,7 +23,7 @@ def sequence(question: Question, found: str, says: str = "no") -> Sequence:
 
     A turn has two sampled tokens, and one that is given stands before each.
     """
-    made = Sequence(question, stream=random.Random(0), finish=ANSWERED)
+    made = Sequence(question, stream=Uniforms(0), finish=ANSWERED)
     for letter in found + "!":
         made.observe([0])
         made.write([1, 2])

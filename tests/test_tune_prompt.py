@@ -14,6 +14,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings
 from r3lite.tuning.history import History
 from tests.errors import shows
+from tests.evaluating import token_of
 
 WORLD = shipped("data", "world")
 FIRST = "Hurry. The question: {question}"
@@ -36,17 +37,17 @@ def model(monkeypatch):
     """A model that answers the first two questions for each exclamation mark in its prompt; counts its episodes."""
     begun = []
 
-    def sample(engine, logits, rows):
+    def sample(engine, logits, batch):
         tokens = []
-        for sequence in rows:
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
             tokenizer = engine.layout.tokenizer
             prompt, number = tokenizer.decode(sequence.tokens), int(sequence.question.id[-1])
-            if not sequence.turn:
+            if not sequence.turn and not depth:
                 begun.append(sequence.question.id)
             answer = sequence.question.answers[0] if number < 2 * prompt.count("!") else "nowhere"
             said = f"Step 1:\nThe problem analysis: I hurry.\nThe final answer: {answer}"
-            tokens.append([*tokenizer.encode(said), tokenizer.stop_id][len(sequence.turn)])
-        return torch.tensor(tokens), torch.zeros(len(rows))
+            tokens.append(token_of(tokenizer, said, len(sequence.turn) + depth))
+        return torch.tensor(tokens), torch.zeros(len(tokens))
 
     monkeypatch.setattr(Engine, "_sample", sample)
     return begun

@@ -5,7 +5,6 @@ Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `s
 
 import contextlib
 import itertools
-import random
 import re
 import sys
 from collections.abc import Collection
@@ -30,7 +29,7 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Listener
+from r3lite.rollout.sequence import Listener, Uniforms
 from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
 from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
@@ -224,7 +223,7 @@ class LiveAnswers:
             question = self.finder.before(question)
         sequence = Visitor(
             replace(question, earlier=self._earlier(ask, layout_name, question.procedure)),
-            stream=random.Random(seed),
+            stream=Uniforms(seed),
             adapter=self._switch(ask.adapter),
             sampler=self._sampler(ask),
             max_tokens=ask.max_tokens,

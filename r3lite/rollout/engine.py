@@ -1,12 +1,11 @@
 """The rollout engine: samples episodes by continuous batching, and fetches their documents meanwhile.
 
-An iteration admits waiting sequences, prefills the tokens that no one samples, samples a token of each running
-sequence, and closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
+An iteration admits waiting sequences, prefills prompts and documents, samples a token of each running sequence, and
+closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
 step format and no retriever. It samples with the model's active adapter.
 """
 
 import math
-import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -27,11 +26,12 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Drafter, accept_drafts, drafter_of, room
+from r3lite.rollout.drafts import Drafter, accept_drafts, draft_limit, drafter_of
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.prefixes import prefills, samplings
+from r3lite.rollout.prefixes import prefills
+from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch, sampling_batches
 from r3lite.rollout.scheduler import Scheduler
-from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.rollout.sequence import Listener, Sequence, Uniforms
 from r3lite.settings.rollout import DRAFTING_ROWS
 
 
@@ -47,7 +47,7 @@ class Engine:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans = NO_SPANS
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by the source of the question; others have `layout`
-    draft_tokens: int = 0  # at most so many tokens are drafted for a row in one pass, see drafts.py
+    draft_tokens: int = 0  # the most tokens that are drafted for a row in one pass, see drafts.py
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
@@ -73,17 +73,15 @@ class Engine:
     ) -> list[Sequence]:
         """Samples one episode per question, each from the random stream of its own seed.
 
-        Questions may repeat, with different seeds. `progress` is the name of the work, under which it is shown.
-        `listeners`, one per question, are called while the episodes are sampled.
+        Questions may repeat, with different seeds. `progress` is the name of the progress bar. `listeners`, one per
+        question, are called while the episodes are sampled.
         """
         sequences = []
-        for place, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
-            sequence = Sequence(question, stream=random.Random(seed), place=place)
-            sequences.append(sequence)
-        listener_of_each = listeners or [None] * len(sequences)
-        for sequence, listener in zip(sequences, listener_of_each, strict=True):
-            sequence.listener = listener
+        listener_of_each = listeners or [None] * len(questions)
+        for index, (question, seed, listener) in enumerate(zip(questions, seeds, listener_of_each, strict=True)):
+            sequence = Sequence(question, stream=Uniforms(seed), listener=listener, index=index)
             self.layout_of(sequence).open(sequence)
+            sequences.append(sequence)
         return self.finish(sequences, retrieve, progress=progress, quiet=bool(listeners))
 
     def continue_from(
@@ -92,13 +90,14 @@ class Engine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each pair (finished sequence, steps), of which the first `steps` steps are kept.
+        """Samples another end for each pair (finished sequence, number of its first steps that are kept).
 
-        Their tokens, log-probabilities and values are copied. Each new end has the random stream of its own seed.
+        Tokens, log-probabilities and values of these steps are copied. Each new end has the random stream of its own
+        seed.
         """
         sequences = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
-            sequences.append(sequence.cut_after(steps, random.Random(seed)))
+            sequences.append(sequence.cut_after(steps, Uniforms(seed)))
         return self.finish(sequences, retrieve)
 
     def end_again(
@@ -113,7 +112,7 @@ class Engine:
         """
         reopened = []
         for sequence, seed in zip(sequences, seeds, strict=True):
-            reopened.append(sequence.reopened(random.Random(seed)))
+            reopened.append(sequence.reopened(Uniforms(seed)))
         return self.finish(reopened, retrieve)
 
     @torch.no_grad()
@@ -128,7 +127,7 @@ class Engine:
         if not sequences:  # a rank has none if there are more ranks than episodes
             return []
         training = self.model.training
-        self.model.eval()  # no dropout: the policy that samples is the policy that is trained
+        self.model.eval()  # no dropout, so that the trainer computes the same probabilities
         bar_style = bars.named(progress, "answering")
         if quiet:
             bar_style = bar_style | {"disable": True}
@@ -142,8 +141,9 @@ class Engine:
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
-                scheduler, decoder = self.scheduler_and_decoder(unfinished, row_count)
-                with cast_once(self.model, self.model.head_weight.dtype):  # no weight changes within
+                scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
+                # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
+                with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
                         lines.tick()
@@ -151,11 +151,12 @@ class Engine:
             self.model.train(training)
         return sequences
 
-    def scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
+    def build_scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
         """Returns a scheduler of the sequences with a new KV cache of `row_count` rows, and a decoder of that cache."""
         cache = KVCache.of(self.model, row_count)
         drafter = drafter_of(self.model, self.draft_tokens, self.layout.tokenizer.stop_id, sequences=sequences)
-        if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
+        has_graphs = cache.device.type == "cuda" and not self.model.layer_stream  # a graph cannot copy from the host
+        if has_graphs:
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length, drafter=drafter)
         else:
             decoder = Decoder(self.model, cache, drafter)
@@ -200,7 +201,7 @@ class Engine:
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()
             sequence.finish = SEARCHING
-        step_is_complete = not sequence.pending and not sequence.step_awaiting_answer
+        step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 
@@ -226,8 +227,8 @@ class Engine:
             sequence.listener.step(sequence)
 
     def _prefill(self, scheduler: Scheduler) -> None:
-        """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
-        scheduler.split()  # documents may differ
+        """Puts all tokens of the running sequences into the cache, except the last of each, which `_decode` runs."""
+        scheduler.split()  # sequences that share a row may have got different documents
         cache = scheduler.cache
         limit = self.grant.memory.micro_batch_tokens
         for parts in prefills(scheduler.rows, scheduler.active, cache, limit=limit):
@@ -235,9 +236,9 @@ class Engine:
             self.model(prefill.tokens, prefill)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
-        """Runs the last token of each running sequence and samples the next one; returns those that have got one.
+        """Runs the last token of each running sequence and samples its next one; returns the sequences that got one.
 
-        With drafts, a sequence may get several. What is computed for a row is for all sequences that share it.
+        With drafts, a sequence may get several tokens. The model runs a row once for all sequences that share it.
         """
         rows = scheduler.running_rows
         if not rows:
@@ -249,8 +250,9 @@ class Engine:
             hidden = decoder([row[0].tokens[-1] for row in rows])  # [B, C]
             logits = self._logits(hidden)  # [B, V]
             sampled = []
-            for places, sequences in samplings(rows):
-                sampled += self._sample_next(hidden[places], logits[places], sequences)
+            for batch in sampling_batches(rows, [[]] * len(rows)):
+                tokens = self._sample_batch(hidden, logits, batch)
+                sampled += [s for s, token in zip(batch.sequences, tokens, strict=True) if self._append(s, token)]
         scheduler.split()
         return sampled
 
@@ -260,10 +262,13 @@ class Engine:
         decoder: Decoder,
         drafter: Drafter,
     ) -> list[Sequence] | None:
-        """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
-        limit = decoder.draft_limit(len(rows))
-        rooms = [min(limit, *(room(sequence, self.layout_of(sequence).lengths) for sequence in row)) for row in rows]
-        drafts = drafter.propose([row[0] for row in rows], rooms)
+        """Decodes with drafts. If there are none, or the numbers of the pass are not finite, returns None and changes
+        nothing."""
+        limits = []
+        for row in rows:
+            of_sequences = [draft_limit(sequence, self.layout_of(sequence).lengths) for sequence in row]
+            limits.append(min(decoder.draft_limit(len(rows)), *of_sequences))
+        drafts = drafter.propose([row[0] for row in rows], limits)
         if not any(drafts):
             return None
         additions = [[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
@@ -271,10 +276,15 @@ class Engine:
         if hidden is None:
             return None
         logits = self._logits(hidden)  # [N, V]
+        sampled = {}
+        for batch in sampling_batches(rows, drafts):
+            tokens = self._sample_batch(hidden, logits, batch)
+            for sequence, depth, token in zip(batch.sequences, batch.depths, tokens, strict=True):
+                sampled[id(sequence), depth] = token
         agreement = accept_drafts(
             rows,
             drafts,
-            sample=lambda places, sequences: self._sample_next(hidden[places], logits[places], sequences),
+            keep=lambda sequence, depth: self._append(sequence, sampled[id(sequence), depth]),
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         drafter.count(agreement)
@@ -286,34 +296,36 @@ class Engine:
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
 
-    def _sample_next(
+    def _sample_batch(
         self,
         hidden: Tensor,
         logits: Tensor,
-        sequences: list[Sequence],
-    ) -> list[Sequence]:
-        """Samples one token of each sequence by its hidden states [B, C] and logits [B, V]; returns those that got one.
-
-        A sequence whose logits are not finite fails.
-        """
-        sampled_ids, sampled_logprobs = self._sample(logits, sequences)  # [B] each
+        batch: SamplingBatch,
+    ) -> list[SampledToken]:
+        """Samples the tokens of a batch from a pass's hidden states [N, C] and logits [N, V]."""
+        if batch.indices is not None:
+            indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)
+            hidden = hidden[indices]
+            logits = logits[indices]
+        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # [B] each
         numbers = [sampled_ids.to(sampled_logprobs), sampled_logprobs]
         if self.value_head is not None:
             numbers.append(self.value_head(hidden).to(sampled_logprobs))
         # One transfer, because each waits for the device. Token ids are exact in fp32.
-        tokens, logprobs, *critic_values = torch.stack(numbers).tolist()
-        values = critic_values[0] if critic_values else [0.0] * len(sequences)
-        sampled = []
-        for sequence, token, logprob, value in zip(sequences, tokens, logprobs, values, strict=True):
-            if math.isnan(logprob):
-                error = self._explain_overflow(sequence)
-                self._fail(sequence, error)  # raises; in a LaneEngine the others go on
-                continue
-            sampled.append(sequence)
-            sequence.write([int(token)])
-            sequence.logprobs.append(logprob)
-            sequence.values.append(value)
-        return sampled
+        columns = torch.stack(numbers).tolist()
+        return [SampledToken(*numbers_of_token) for numbers_of_token in zip(*columns, strict=True)]
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
+        """Appends a sampled token to a sequence; returns False if the sequence failed, as its logits are not finite."""
+        if math.isnan(sampled.logprob):
+            error = self._explain_overflow(sequence)
+            self._fail(sequence, error)  # raises; in a LaneEngine the others go on
+            return False
+        sequence.stream.random()  # the number by which it was sampled
+        sequence.write([int(sampled.id)])
+        sequence.logprobs.append(sampled.logprob)
+        sequence.values.append(sampled.value)
+        return True
 
     def _fail(self, sequence: Sequence, error: NotFinite) -> None:
         """Ends the run: a model whose logits are not finite is broken. A `LaneEngine` ends this sequence alone."""
@@ -330,7 +342,6 @@ class Engine:
             code="logits-not-finite",
         )
 
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """Returns tokens [B] and their log-probabilities [B], from logits [B, V], each row by its own random stream."""
-        uniforms = [sequence.stream.random() for sequence in sequences]
-        return self.sampler(logits, uniforms)
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream."""
+        return self.sampler(logits, batch.uniforms)

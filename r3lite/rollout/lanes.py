@@ -18,6 +18,7 @@ from r3lite.models.lora import cast_once, use_adapter
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.sampling_batches import SamplingBatch
 from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Sequence
 
@@ -51,17 +52,20 @@ class Visitor(Sequence):
 class LaneEngine(Engine):
     """An engine whose rows each have a sampler of their own."""
 
-    def _sample(self, logits: Tensor, sequences: list[Visitor]) -> tuple[Tensor, Tensor]:
-        tokens = torch.empty(len(sequences), dtype=torch.long, device=logits.device)  # [B]
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        samplers = [visitor.sampler for visitor in batch.sequences]
+        if len(set(samplers)) == 1:
+            return samplers[0](logits, batch.uniforms)
+        uniforms = batch.uniforms
+        tokens = torch.empty(len(samplers), dtype=torch.long, device=logits.device)  # [B]
         logprobs: Tensor | None = None  # [B]
-        for sampler in dict.fromkeys(sequence.sampler for sequence in sequences):
-            places = [i for i, sequence in enumerate(sequences) if sequence.sampler == sampler]
-            uniforms = [sequences[i].stream.random() for i in places]
-            sampler_logits = logits if len(places) == len(sequences) else logits[places]
-            tokens[places], sampler_logprobs = sampler(sampler_logits, uniforms)
+        for sampler in dict.fromkeys(samplers):
+            own = [i for i, other in enumerate(samplers) if other == sampler]
+            indices = torch.tensor(own).to(logits.device, non_blocking=True)
+            tokens[indices], sampler_logprobs = sampler(logits[indices], [uniforms[i] for i in own])
             if logprobs is None:
-                logprobs = sampler_logprobs.new_empty(len(sequences))
-            logprobs[places] = sampler_logprobs
+                logprobs = sampler_logprobs.new_empty(len(samplers))
+            logprobs[indices] = sampler_logprobs
         return tokens, logprobs
 
     def _fail(self, sequence: Visitor, error: NotFinite) -> None:
@@ -84,7 +88,7 @@ class Lanes:
         self.visitors: list[Visitor] = []  # waiting and sampled
         self.cast_weights = ExitStack()
         self.cast_weights.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
-        self.lanes = {name: engine.scheduler_and_decoder([], rows) for name in adapters}
+        self.lanes = {name: engine.build_scheduler_and_decoder([], rows) for name in adapters}
         self.fetchers = {name: Fetcher(retrieve) for name in adapters}
 
     def join(self, sequence: Visitor) -> None:

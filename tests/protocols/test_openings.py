@@ -26,9 +26,10 @@ def says(tokenizer):
     model = CausalLM(ModelConfig(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
 
     class Scripted(Engine):
-        def _sample(self, logits, rows):
+        def _sample(self, logits, batch):  # without drafts
             ids = [*tokenizer.encode(self.text), tokenizer.stop_id]
-            return torch.tensor([ids[len(s.turn)] for s in rows]), torch.zeros(len(rows))
+            tokens = [ids[len(sequence.turn)] for sequence in batch.sequences]
+            return torch.tensor(tokens), torch.zeros(len(tokens))
 
     def make(baseline, text, protocol=PROTOCOL, **lengths):
         lengths = LengthSettings(**({"max_length": 600, "max_new_tokens": 64} | lengths))

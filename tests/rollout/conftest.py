@@ -10,6 +10,7 @@ from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
+from tests.evaluating import token_of
 
 
 @pytest.fixture
@@ -37,16 +38,14 @@ class ScriptedEngine(Engine):
     script: dict[str, list[str]] = field(default_factory=dict)
     forced: str | None = None
 
-    def _sample(self, logits, rows):
+    def _sample(self, logits, batch):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
-        for sequence in rows:
-            held = bool(sequence.step_awaiting_answer and sequence.step_awaiting_answer.faults)
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
+            held = bool(sequence.forced_step and sequence.forced_step.faults)
             turns = self.script[sequence.question.id]
             turn = self.forced if held and self.forced else turns[len(sequence.steps) + held]
-            ids = self.layout.tokenizer.encode(turn.removesuffix("..."))
-            ids += [] if turn.endswith("...") else [self.layout.tokenizer.stop_id]
-            tokens.append(ids[len(sequence.turn)])
+            tokens.append(token_of(self.layout.tokenizer, turn.removesuffix("..."), len(sequence.turn) + depth))
         return torch.tensor(tokens), logprobs[range(len(tokens)), tokens]
 
 

@@ -1,7 +1,6 @@
 """Drafts from the context: the same tokens in fewer passes."""
 
 import dataclasses
-import random
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.drafts import Agreement, Drafter, worthwhile
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.rollout.sequence import Listener, Sequence, Uniforms
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.rollout.test_decoder import Replayed
 
@@ -198,14 +197,14 @@ def test_a_listener_gets_the_same_text(scripted):
     assert texts[0] == texts[1] and "the old town" in texts[0]
 
 
-def accept_all(rows, proposed, sample, turn_is_over):
+def accept_all(rows, proposed, keep, turn_is_over):
     """The sabotage: a draft is kept as it is, and nothing is sampled but what follows it."""
     for (sequence,), draft in zip(rows, proposed, strict=True):
         sequence.write(draft)
         sequence.logprobs += [0.0] * len(draft)
         sequence.values += [0.0] * len(draft)
-    ends = torch.tensor([1 + len(draft) for draft in proposed]).cumsum(0) - 1
-    sample(ends.tolist(), [sequence for (sequence,) in rows])
+    for (sequence,), draft in zip(rows, proposed, strict=True):
+        keep(sequence, len(draft))
     lengths = [len(draft) for draft in proposed]
     return Agreement(examined=lengths, accepted=lengths, failed=set())
 
@@ -253,7 +252,7 @@ def test_several_adapters_samplers_and_limits_of_tokens(lanes_of, model, counted
     def visitors():
         settings = [("a", None, Sampler(0.0), None), ("b", "rl", Sampler(0.0), 33), ("c", "rl", Sampler(0.2), 34)]
         return [
-            Visitor(Question(name, name, ()), stream=random.Random(name), adapter=on, sampler=by, max_tokens=most)
+            Visitor(Question(name, name, ()), stream=Uniforms(name), adapter=on, sampler=by, max_tokens=most)
             for name, on, by, most in settings
         ]
 
@@ -322,14 +321,14 @@ def test_a_pass_over_drafts_equals_one_token_after_the_other(small_model, counts
 
 
 def sequence_of(tokens, question=None):
-    sequence = Sequence(question or Question("q", "q", ()), stream=random.Random(0))
+    sequence = Sequence(question or Question("q", "q", ()), stream=Uniforms(0))
     sequence.tokens = list(tokens)
     return sequence
 
 
 def free(limit, sequences=()):
-    """A drafter for which places cost next to nothing."""
-    return Drafter(limit, STOP, sequences, place_cost=1e-4)
+    """A drafter for which drafted tokens cost next to nothing."""
+    return Drafter(limit, STOP, sequences, token_cost=1e-4)
 
 
 def test_the_last_occurrence_is_continued(monkeypatch):
@@ -357,14 +356,14 @@ def test_other_episodes_of_the_question_draft_too(monkeypatch):
     assert free(3).propose([first, second], [9, 9]) == [[], []]  # of visitors, who are strangers
 
 
-def test_a_place_is_drafted_if_it_pays():
+def test_a_token_is_drafted_if_it_pays():
     assert worthwhile(0.5, 0.2, 7) == (2, 0.75)
     assert worthwhile(0.5, 0.2, 1) == (1, 0.5)
     assert worthwhile(0.2, 0.5, 7) == (0, 0.0)
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     rows = [sequence_of(tokens) for _ in range(16)]
     assert sum(map(len, free(7).propose(rows, [9] * 16))) == 32  # MOST_DRAFTED
-    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows, [9] * 16))
+    assert not any(Drafter(7, STOP, token_cost=0.5).propose(rows, [9] * 16))
 
 
 @pytest.mark.parametrize(("episodes", "drafts"), [(16, True), (17, False)])
@@ -392,4 +391,4 @@ def test_drafts_stop_where_they_are_refused():
 def test_without_drafts_nothing_is_verified(engine_of, counted):
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20), Sampler(0.0))
     _, _, verified = counted.of(lambda: plain.run(questions(1), ["a"], nothing))
-    assert plain.scheduler_and_decoder([], 1)[1].drafter is None and not verified
+    assert plain.build_scheduler_and_decoder([], 1)[1].drafter is None and not verified

@@ -1,15 +1,14 @@
 """Queries are gathered and sent by iterations that are counted; each sequence gets the documents of its own."""
 
-import random
 from contextlib import closing
 
 from r3lite.core.episode import Document, Failure, Question, Routes, Search
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Sequence, Uniforms
 
 
 def waiting(id, *queries):
-    return Sequence(Question(id, "?", ("a",)), stream=random.Random(0), pending=tuple(map(Search, queries)))
+    return Sequence(Question(id, "?", ("a",)), stream=Uniforms(0), pending=tuple(map(Search, queries)))
 
 
 def documents(queries):

@@ -1,6 +1,5 @@
 """Sequences that join and leave while others are sampled, and adapters side by side."""
 
-import random
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ from r3lite.protocols.r3 import R3
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.sequence import Uniforms
 from r3lite.settings import LengthSettings
 from tests.rollout.conftest import ScriptedEngine
 
@@ -50,7 +50,7 @@ def lanes_of(model, layout):
 @pytest.fixture
 def visitor(layout):
     def make(name, sampler=GREEDY, adapter=None, max_tokens=None):
-        question, stream = Question(name, f"question {name}?", ()), random.Random(name)
+        question, stream = Question(name, f"question {name}?", ()), Uniforms(name)
         sequence = Visitor(question, stream=stream, sampler=sampler, adapter=adapter, max_tokens=max_tokens)
         layout.open(sequence)
         return sequence

@@ -19,8 +19,9 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.prefixes import common_length, equal_parts, prefills
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Sequence, Uniforms
 from r3lite.settings import LengthSettings
+from tests.evaluating import token_of
 
 PROTOCOL = R3("Q: {question}", "D: {documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=3, max_new_tokens=120, max_length=1500, max_document_tokens=60)
@@ -54,14 +55,12 @@ class TurnsEngine(Engine):
 
     names: tuple[str, ...] = ()  # by the places of the episodes
 
-    def _sample(self, logits, sequences):
-        stop_id = self.layout.tokenizer.stop_id
+    def _sample(self, logits, batch):
         logprobs = torch.log_softmax(logits.float(), -1)
         tokens = []
-        for sequence in sequences:
-            sequence.stream.random()
-            turn = TURNS[self.names[sequence.place]][len(sequence.steps)]
-            tokens.append([*self.layout.tokenizer.encode(turn), stop_id][len(sequence.turn)])
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
+            turn = TURNS[self.names[sequence.index]][len(sequence.steps)]
+            tokens.append(token_of(self.layout.tokenizer, turn, len(sequence.turn) + depth))
         return torch.tensor(tokens), logprobs[range(len(tokens)), tokens]
 
 
@@ -180,7 +179,7 @@ def test_one_that_leaves_a_row_lets_the_others_go_on(model, tokenizer):
     engine = LaneEngine(model, layout, Sampler(0.0), Grant(Memory()))
 
     def visitor(most):
-        sequence = Visitor(QUESTION, stream=random.Random("v"), sampler=Sampler(0.0), max_tokens=most)
+        sequence = Visitor(QUESTION, stream=Uniforms("v"), sampler=Sampler(0.0), max_tokens=most)
         layout.open(sequence)
         return sequence
 
@@ -204,7 +203,7 @@ def engine_run(model, layout):
 
 
 def sequence_of(tokens):
-    return Sequence(QUESTION, tokens=list(tokens), stream=random.Random(0))
+    return Sequence(QUESTION, tokens=list(tokens), stream=Uniforms(0))
 
 
 def test_the_common_length_is_that_of_a_comparison_one_by_one():

@@ -1,6 +1,5 @@
 """What crosses the network is refused unless a trainer could have sampled it: one test for each check."""
 
-import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.rollout.remote import RolloutWorker
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Sequence, Uniforms
 from r3lite.rollout.wire import (
     AdapterFiles,
     EpisodeLimits,
@@ -96,13 +95,13 @@ def test_an_episode_that_could_not_have_been_sampled_is_refused(fault):
 def test_an_episode_begins_with_the_prompt_of_its_question(changes):
     tokens = changes.get("tokens", [1, 2])
     start = {"tokens": tokens, "action_mask": [False] * len(tokens)} | changes
-    check_start(read(), Sequence(QUESTION, tokens=[1, 2], action_mask=[False, False], stream=random.Random(0)))
+    check_start(read(), Sequence(QUESTION, tokens=[1, 2], action_mask=[False, False], stream=Uniforms(0)))
     with raises(InvalidRecord, "wire-prompt-differs"):
-        check_start(read(), Sequence(QUESTION, **start, stream=random.Random(0)))
+        check_start(read(), Sequence(QUESTION, **start, stream=Uniforms(0)))
 
 
 def test_an_episode_goes_on_with_the_log_probabilities_of_its_first_steps():
-    start = {"tokens": [1, 2, 3], "action_mask": [False, False, True], "stream": random.Random(0)}
+    start = {"tokens": [1, 2, 3], "action_mask": [False, False, True], "stream": Uniforms(0)}
     check_start(read(), Sequence(QUESTION, **start, logprobs=[-1.0]))
     with raises(InvalidRecord, "wire-prompt-differs"):
         check_start(read(), Sequence(QUESTION, **start, logprobs=[-2.0]))

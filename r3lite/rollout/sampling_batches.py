@@ -1,0 +1,58 @@
+"""Which tokens are sampled together after a pass, with drafts or without, and what is known of each."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+from r3lite.rollout.sequence import Sequence
+
+SAMPLED_TOGETHER = 48  # tokens of shared rows, for which logits are copied
+
+
+class SampledToken(NamedTuple):
+    """A token that was sampled."""
+
+    id: float
+    logprob: float  # NaN if the logits are not finite
+    value: float = 0.0  # the critic's, if there is one
+
+
+class SamplingBatch(NamedTuple):
+    """Tokens that are sampled together, one for each entry."""
+
+    sequences: list[Sequence]
+    depths: list[int]  # how many drafted tokens would come before the sampled one
+    indices: list[int] | None  # of the pass's token that each one follows; None: all tokens of the pass in their order
+
+    @property
+    def uniforms(self) -> list[float]:
+        """The uniform number of each token."""
+        return [sequence.stream.ahead(depth) for sequence, depth in zip(self.sequences, self.depths, strict=True)]
+
+    def cut(self, first: int, end: int) -> "SamplingBatch":
+        """Returns some of the entries."""
+        assert self.indices is not None
+        return SamplingBatch(self.sequences[first:end], self.depths[first:end], self.indices[first:end])
+
+
+def sampling_batches(rows: Several[list[Sequence]], drafts: Several[list[int]]) -> Iterator[SamplingBatch]:
+    """Yields what is to be sampled after a pass over the last token of each row and its draft, row by row.
+
+    The first batch has the first sequence of every row, for which no logits are copied. Further sequences of shared
+    rows come in batches of at most SAMPLED_TOGETHER tokens, for which they are.
+    """
+    first = SamplingBatch([], [], None)
+    further = SamplingBatch([], [], [])
+    start = 0
+    for row, draft in zip(rows, drafts, strict=True):
+        depths = range(1 + len(draft))
+        first.sequences.extend([row[0]] * len(depths))
+        first.depths.extend(depths)
+        for sequence in row[1:]:
+            further.sequences.extend([sequence] * len(depths))
+            further.depths.extend(depths)
+            further.indices.extend(start + depth for depth in depths)
+        start += len(depths)
+    yield first
+    for i in range(0, len(further.sequences), SAMPLED_TOGETHER):
+        yield further.cut(i, i + SAMPLED_TOGETHER)
