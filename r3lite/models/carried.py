@@ -72,6 +72,13 @@ class Carried(Protocol):
         """Makes a row as it was when nothing had been written to it."""
 
 
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchanges the numbers of two tensors. By a list of their indices, the host would wait for a card."""
+    numbers = one.clone()
+    one.copy_(other)
+    other.copy_(numbers)
+
+
 class KeysValues:
     """The keys and values of all tokens: `block` [rows, 2 K, capacity, D], keys, then values."""
 
@@ -99,7 +106,7 @@ class KeysValues:
         self.block[target, :, :count] = self.block[source, :, :count]
 
     def swap(self, i: int, j: int, used: int) -> None:
-        self.block[[i, j], :, :used] = self.block[[j, i], :, :used]
+        exchange(self.block[i, :, :used], self.block[j, :, :used])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
         """What is behind the tokens is masked until it is overwritten."""
@@ -258,9 +265,9 @@ class Ring:
             self.values[target, position % self.size] = self.saved[source, prefixes - 1, place]
 
     def swap(self, i: int, j: int, used: int) -> None:
-        self.values[[i, j]] = self.values[[j, i]]
+        exchange(self.values[i], self.values[j])
         prefixes = used // SAVED_EVERY
-        self.saved[[i, j], :prefixes] = self.saved[[j, i], :prefixes]
+        exchange(self.saved[i, :prefixes], self.saved[j, :prefixes])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
         """The values before the row's new end are still there: the ring is that much larger."""

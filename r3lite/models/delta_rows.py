@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from r3lite.models.carried import Ring, RowPart
+from r3lite.models.carried import Ring, RowPart, exchange
 from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks, delta_step
 
 
@@ -174,7 +174,7 @@ class DeltaRows(Ring):
 
     def swap(self, i: int, j: int, used: int) -> None:
         for tensor in (self.values, self.states, *self.window):
-            tensor[[i, j]] = tensor[[j, i]]
+            exchange(tensor[i], tensor[j])
         self.settled[i], self.settled[j] = self.settled[j], self.settled[i]
 
     def truncate(self, row: int, length: int, old_length: int) -> None:

@@ -1,9 +1,9 @@
 """One decoding step: runs the last token of each running row, and perhaps a draft, returns the hidden states.
 
 On CUDA the step is captured as a graph and replayed, because launching the kernels of one token takes longer than
-running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two, and
-one more for drafts, in which all rows have as many places; it reads tokens and positions from buffers. On other
-devices the model is called.
+running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two. With
+drafts, all rows of a graph have equally many places; those that a pass does not need are padding. A graph reads tokens
+and positions from buffers. On other devices the model is called.
 """
 
 import math
@@ -104,7 +104,10 @@ class GraphDecoder(Decoder):
         self.works = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        hidden = self._replay([[token] for token in tokens], places=1)
+        places = 1
+        if self.drafter:  # so that both kinds of pass have one graph; so few places take as long as one for each row
+            places = 1 + self.draft_limit(len(tokens))
+        hidden = self._replay([[token] for token in tokens], places=places)
         if hidden is None:
             return super().__call__(tokens)
         return hidden[:, 0]
@@ -113,7 +116,7 @@ class GraphDecoder(Decoder):
         """Returns one place less than each row has in the graph with drafts for so many rows."""
         if not self.works:
             return super().draft_limit(rows)
-        limit = GRAPH_PLACES // self._padded_rows(rows) - 1
+        limit = max(0, GRAPH_PLACES // self._padded_rows(rows) - 1)
         if self.drafter:
             limit = min(limit, self.drafter.limit)
         return limit
