@@ -23,7 +23,8 @@ from r3lite.core.spans import Stopwatch
 from r3lite.llm.http_client import Link
 from r3lite.models import lora
 from r3lite.rollout import wire
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.errors import raises
 from tests.sampled_elsewhere import (

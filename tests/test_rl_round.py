@@ -11,7 +11,8 @@ from r3lite.core.invocation import with_values
 from r3lite.core.spans import Stopwatch
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rewards.verdict import StepVerdict, Verdict
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import PpoConfig
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(3))

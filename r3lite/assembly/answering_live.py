@@ -29,7 +29,8 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Listener, Uniforms
+from r3lite.rollout.sequence import Listener
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
 from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig

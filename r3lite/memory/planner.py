@@ -461,12 +461,10 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
-    if (
-        w.draft_tokens
-    ):  # beside the logits of all places, a copy of those from which the next token of each row is drawn
+    if w.draft_tokens:  # the tokens after all places are sampled at once, for shared rows from a copy of their logits
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
-        sampling = max(sampling, drafting_rows * row_sampling + places * logits)
+        sampling = max(sampling, places * (logits + row_sampling))
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
         "sampling": sampling,

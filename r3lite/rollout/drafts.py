@@ -25,6 +25,8 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 from r3lite.models.causal_lm import CausalLM
+from r3lite.protocols.layout import Layout
+from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch, sampling_batches
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings.rollout import MOST_DRAFTED, LengthSettings
 
@@ -125,9 +127,9 @@ class Drafter:
         self.matches: list[int] = []  # of each row: the length of the match of its last draft
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Returns a draft for each row, empty if none pays. `limits` are the most tokens that each row's draft may
-        have.
+        """Returns a draft for each row, empty if none pays.
 
+        `limits` are the most tokens that each row's draft may have.
         A draft pays if it brings more tokens than are sampled without drafts in the time that the draft takes.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
@@ -209,6 +211,19 @@ def draft_limit(sequence: Sequence, lengths: LengthSettings) -> int:
     return min(in_turn, in_episode, sequence.tokens_left) - 1
 
 
+def draft_limits(
+    rows: list[list[Sequence]],
+    limit: int,
+    layout_of: Callable[[Sequence], Layout],
+) -> list[int]:
+    """Returns how many tokens may be drafted for each row: at most `limit`, and what its sequences may have."""
+    limits = []
+    for row in rows:
+        of_sequences = [draft_limit(sequence, layout_of(sequence).lengths) for sequence in row]
+        limits.append(min(limit, *of_sequences))
+    return limits
+
+
 def drafter_of(
     model: CausalLM,
     limit: int,
@@ -227,19 +242,24 @@ def drafter_of(
 def accept_drafts(
     rows: list[list[Sequence]],
     drafts: list[list[int]],
-    keep: Callable[[Sequence, int], bool],
+    sample: Callable[[SamplingBatch], list[SampledToken]],
+    append: Callable[[Sequence, SampledToken], bool],
     turn_is_over: Callable[[Sequence], bool],
 ) -> Agreement:
     """Appends sampled tokens to each row's sequences as long as they agree with the row's draft, and one more.
 
-    `keep(sequence, depth)` appends the token that was sampled after so many drafted ones; it returns False if the
-    sequence failed instead. Nothing is appended after the end of a turn.
+    The pass has run the last token of the first row and its draft, then those of the next row, and so on. `append`
+    returns False if the sequence failed instead. Nothing is appended after the end of a turn.
     """
+    sampled = {}  # by Python's id of the sequence, and how many drafted tokens come before the sampled one
+    for batch in sampling_batches(rows, drafts):
+        for sequence, depth, token in zip(batch.sequences, batch.depths, sample(batch), strict=True):
+            sampled[id(sequence), depth] = token
     agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), failed=set())
     for row, (members, draft) in enumerate(zip(rows, drafts, strict=True)):
         for sequence in members:
             for depth in range(1 + len(draft)):
-                if not keep(sequence, depth):
+                if not append(sequence, sampled[id(sequence), depth]):
                     agreement.failed.add(id(sequence))
                     break
                 if depth == len(draft):

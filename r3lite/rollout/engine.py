@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,13 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Drafter, accept_drafts, draft_limit, drafter_of
+from r3lite.rollout.drafts import accept_drafts, draft_limits, drafter_of
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.prefixes import prefills
-from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch, sampling_batches
+from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch
 from r3lite.rollout.scheduler import Scheduler
-from r3lite.rollout.sequence import Listener, Sequence, Uniforms
+from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings.rollout import DRAFTING_ROWS
 
 
@@ -243,51 +245,26 @@ class Engine:
         rows = scheduler.running_rows
         if not rows:
             return []
-        sampled = None
+        drafts: list[list[int]] = []
         if decoder.drafter and len(scheduler.running) <= DRAFTING_ROWS:
-            sampled = self._decode_drafts(rows, decoder, decoder.drafter)
-        if sampled is None:
-            hidden = decoder([row[0].tokens[-1] for row in rows])  # [B, C]
-            logits = self._logits(hidden)  # [B, V]
-            sampled = []
-            for batch in sampling_batches(rows, [[]] * len(rows)):
-                tokens = self._sample_batch(hidden, logits, batch)
-                sampled += [s for s, token in zip(batch.sequences, tokens, strict=True) if self._append(s, token)]
-        scheduler.split()
-        return sampled
-
-    def _decode_drafts(
-        self,
-        rows: list[list[Sequence]],
-        decoder: Decoder,
-        drafter: Drafter,
-    ) -> list[Sequence] | None:
-        """Decodes with drafts. If there are none, or the numbers of the pass are not finite, returns None and changes
-        nothing."""
-        limits = []
-        for row in rows:
-            of_sequences = [draft_limit(sequence, self.layout_of(sequence).lengths) for sequence in row]
-            limits.append(min(decoder.draft_limit(len(rows)), *of_sequences))
-        drafts = drafter.propose([row[0] for row in rows], limits)
-        if not any(drafts):
-            return None
-        additions = [[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
-        hidden = decoder.run_drafts(additions)  # [N, C]
-        if hidden is None:
-            return None
-        logits = self._logits(hidden)  # [N, V]
-        sampled = {}
-        for batch in sampling_batches(rows, drafts):
-            tokens = self._sample_batch(hidden, logits, batch)
-            for sequence, depth, token in zip(batch.sequences, batch.depths, tokens, strict=True):
-                sampled[id(sequence), depth] = token
+            limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
+            drafts = decoder.drafter.propose([row[0] for row in rows], limits)
+        hidden = None
+        if any(drafts):
+            hidden = decoder.run_drafts([[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
+        if hidden is None:  # there are no drafts, or numbers of the pass are not finite
+            drafts = [[]] * len(rows)
+            hidden = decoder([row[0].tokens[-1] for row in rows])
         agreement = accept_drafts(
             rows,
             drafts,
-            keep=lambda sequence, depth: self._append(sequence, sampled[id(sequence), depth]),
+            sample=partial(self._sample_batch, hidden, self._logits(hidden)),
+            append=self._append,
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
-        drafter.count(agreement)
+        if any(drafts):
+            decoder.drafter.count(agreement)
+        scheduler.split()
         return [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
 
     def _logits(self, hidden: Tensor) -> Tensor:

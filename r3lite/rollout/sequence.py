@@ -1,13 +1,12 @@
 """One episode while it is sampled: its transcript, its random stream and its listener."""
 
 import math
-import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from r3lite.core.spans import Spans
 from r3lite.protocols.transcript import Transcript
+from r3lite.rollout.uniforms import Uniforms
 
 
 @dataclass
@@ -27,23 +26,6 @@ class Listener:
         if len(readable) > self.characters_sent:
             self.text(readable[self.characters_sent :])
         self.characters_sent = 0 if turn_is_over else len(readable)
-
-
-class Uniforms(random.Random):
-    """The random stream of an episode, whose next numbers can be seen before they are drawn."""
-
-    def __init__(self, seed: str | int):
-        self.seen: deque[float] = deque()
-        super().__init__(seed)
-
-    def random(self) -> float:
-        return self.seen.popleft() if self.seen else super().random()
-
-    def ahead(self, count: int) -> float:
-        """Returns the number that `random` will return after so many others."""
-        while len(self.seen) <= count:
-            self.seen.append(super().random())
-        return self.seen[count]
 
 
 @dataclass

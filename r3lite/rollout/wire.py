@@ -19,7 +19,8 @@ from r3lite.core.records import InvalidRecord, Record
 from r3lite.models import lora
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import ROLES
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 
 # Log-probabilities: fp32 holds none below, and rounding takes none further above 0.
 LOWEST = -3.4e38

@@ -24,6 +24,7 @@ def model(tokenizer):
 
 
 counted = test_drafts.counted
+decoders = test_drafts.decoders
 head = test_drafts.head
 test_drafts_change_no_token = test_drafts.test_tokens_are_those_of_sampling_one_by_one
 test_drafts_with_retrievals_and_a_critic = test_drafts.test_episodes_with_retrievals_forced_answers_and_a_critic

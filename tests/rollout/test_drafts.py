@@ -20,7 +20,9 @@ from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.drafts import Agreement, Drafter, worthwhile
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Listener, Sequence, Uniforms
+from r3lite.rollout.sampling_batches import sampling_batches
+from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.rollout.test_decoder import Replayed
 
@@ -197,14 +199,17 @@ def test_a_listener_gets_the_same_text(scripted):
     assert texts[0] == texts[1] and "the old town" in texts[0]
 
 
-def accept_all(rows, proposed, keep, turn_is_over):
+def accept_all(rows, proposed, sample, append, turn_is_over):
     """The sabotage: a draft is kept as it is, and nothing is sampled but what follows it."""
+    (batch,) = sampling_batches(rows, proposed)
+    sampled = {}
+    for sequence, token in zip(batch.sequences, sample(batch), strict=True):
+        sampled[id(sequence)] = token  # in the end the one after the draft
     for (sequence,), draft in zip(rows, proposed, strict=True):
         sequence.write(draft)
         sequence.logprobs += [0.0] * len(draft)
         sequence.values += [0.0] * len(draft)
-    for (sequence,), draft in zip(rows, proposed, strict=True):
-        keep(sequence, len(draft))
+        append(sequence, sampled[id(sequence)])
     lengths = [len(draft) for draft in proposed]
     return Agreement(examined=lengths, accepted=lengths, failed=set())
 

@@ -4,7 +4,8 @@ from contextlib import closing
 
 from r3lite.core.episode import Document, Failure, Question, Routes, Search
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 
 
 def waiting(id, *queries):

@@ -13,7 +13,7 @@ from r3lite.protocols.r3 import R3
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Uniforms
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import LengthSettings
 from tests.rollout.conftest import ScriptedEngine
 

@@ -19,7 +19,8 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.prefixes import common_length, equal_parts, prefills
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import LengthSettings
 from tests.evaluating import token_of
 

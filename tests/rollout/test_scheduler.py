@@ -13,7 +13,8 @@ from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.scheduler import Scheduler
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Instructions that all questions share. Q: {question}", "D: {documents}")

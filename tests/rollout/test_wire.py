@@ -10,7 +10,8 @@ from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.rollout.remote import RolloutWorker
-from r3lite.rollout.sequence import Sequence, Uniforms
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.rollout.wire import (
     AdapterFiles,
     EpisodeLimits,
