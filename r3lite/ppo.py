@@ -27,7 +27,7 @@ def plan(config: PpoConfig) -> str:
     check(config)
     text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n"
     text += plan_memory(config).table()
-    text += described_sources(config)
+    text += describe_sources(config)
     validation = config.validation
     if validation.eval_data:
         text += f"\n\nValidation on up to {validation.eval_questions} questions of {validation.eval_data}, before the "
@@ -39,8 +39,8 @@ def plan(config: PpoConfig) -> str:
     return text
 
 
-def described_sources(config: PpoConfig) -> str:
-    """Returns the sources with their numbers of questions, if --sources names them.
+def describe_sources(config: PpoConfig) -> str:
+    """Returns a table of the sources with their numbers of questions; empty without [[sources]].
 
     Missing data sets are not downloaded.
     """
@@ -57,5 +57,7 @@ def described_sources(config: PpoConfig) -> str:
     return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {config.rl.batch_size}"
 
 
-# Runs the command at once, and ends the process, if this file is the one that Python was started with.
-main = command.Command("ppo", PpoConfig(), work=train, plan=plan).entry(__name__)
+main = command.Command("ppo", PpoConfig(), work=train, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,4 +19,7 @@ def plan(config: RolloutWorkerConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("rollout_worker", RolloutWorkerConfig(), work=work, plan=plan, table="ppo").entry(__name__)
+main = command.Command("rollout_worker", RolloutWorkerConfig(), work=work, plan=plan, table="ppo")
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, delta_heads, kinds, layers_bytes, linears, runs_graphs, sizes
+from r3lite.memory.layer_tensors import delta_heads, layer_tensors, layers_by_taps, tensor_sizes
+from r3lite.memory.planner import as_teacher, layers_bytes, runs_graphs
 from r3lite.memory.work import Workload
 from r3lite.models.gated_delta import CHUNK
 
@@ -86,13 +87,13 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     m = w.model
     layers = m.num_hidden_layers
     weights = 0
-    for taps, count in kinds(m).items():
-        weights += count * sum(out * into for out, into in linears(m, taps).values())
-    attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
+    for taps, count in layers_by_taps(m).items():
+        weights += count * sum(out * into for out, into in layer_tensors(m, taps).linears.values())
+    attention = layers_by_taps(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
     kernels = layers * (FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0))
     if delta_heads(m):
         chunks = math.ceil(min(tokens / passes, w.row_tokens) / CHUNK)
-        kernels += (layers - kinds(m)[0]) * chunks * RULE_KERNELS
+        kernels += (layers - layers_by_taps(m)[0]) * chunks * RULE_KERNELS
     return Cost(
         moved=passes * weights * bytes_per_weight(w, memory),
         operations=tokens * (2 * weights + attention),
@@ -141,7 +142,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if runs_graphs(w, memory):
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
-    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]  # of a token: its keys and values
+    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * layers_by_taps(m)[0]  # of a token: its keys and values
     cache = Cost(moved=rows * slots * cached_numbers * w.element)
     return step + head(w, passes=1, tokens=rows) + cache
 
@@ -186,7 +187,7 @@ def update(w: Workload, memory: Memory) -> Cost:
     cost += Cost(launches=backward_launches)
     cost += head(w, packs.passes, packs.loss_tokens, products=3 if w.full_tuning else 2)
     if w.full_tuning:
-        weights = sum(map(sum, sizes(w.model)))
+        weights = sum(map(sum, tensor_sizes(w.model)))
         cost += Cost(moved=TRAINED_BYTES * weights, operations=forward_cost.operations)
     return cost * steps
 
