@@ -82,4 +82,7 @@ def plan(config: AskConfig) -> str:
     return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("ask", AskConfig(), work=ask, plan=plan).entry(__name__)
+main = command.Command("ask", AskConfig(), work=ask, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -39,5 +39,7 @@ def plan(config: PpoConfig) -> str:
     return text
 
 
-# Runs the command at once, and ends the process, if this file is the one that Python was started with.
-main = command.Command("ppo", PpoConfig(), work=train, plan=plan).entry(__name__)
+main = command.Command("ppo", PpoConfig(), work=train, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

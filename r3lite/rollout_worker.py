@@ -21,5 +21,13 @@ def plan(config: RolloutWorkerConfig) -> str:
 
 # The run's settings may name an adapter that is only on its machine. What a worker reads is missed when it starts.
 main = command.Command(
-    "rollout_worker", RolloutWorkerConfig(), work=work, plan=plan, table="ppo", reads_inputs=False
-).entry(__name__)
+    "rollout_worker",
+    RolloutWorkerConfig(),
+    work=work,
+    plan=plan,
+    table="ppo",
+    reads_inputs=False,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

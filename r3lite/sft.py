@@ -29,5 +29,7 @@ def plan(config: SftConfig) -> str:
     return f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n{data.text}"
 
 
-# Runs the command at once, and ends the process, if this file is the one that Python was started with.
-main = command.Command("sft", SftConfig(), work=train, plan=plan).entry(__name__)
+main = command.Command("sft", SftConfig(), work=train, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -404,8 +404,8 @@ def load_frozen(
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
     """
     model = _load(folder, precision, nf4=nf4, cache=cache, streamed=streamed)
-    if model.stream:
-        model.stream.attach(model)
+    if model.layer_stream:
+        model.layer_stream.attach(model)
     return model
 
 

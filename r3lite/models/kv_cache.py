@@ -15,7 +15,7 @@ from torch import Tensor
 from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
 from r3lite.models.carried import Carried, KeysValues, PrefillSlots, Ring, RingSlots, RowPart
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.delta_rows import DeltaRows, RowTokens, StatePlaces
+from r3lite.models.delta_rows import DeltaPass, DeltaRows, RowTokens
 from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
@@ -56,7 +56,7 @@ class Prefill:
             cache.lengths[row] = part.length
             first += T
         self.ring_slots: dict[int, PrefillSlots] = {}  # by the taps of a convolution
-        self.state_places: StatePlaces | None = None
+        self.delta_pass: DeltaPass | None = None
 
     def attend(
         self,
@@ -88,18 +88,18 @@ class Prefill:
             self.ring_slots[ring.taps] = ring.prefill_slots(self.parts)
         return ring.convolve_prefill(x[0], weight, self.ring_slots[ring.taps], self.parts)[None]
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,
         heads: DeltaHeads,
     ) -> Tensor:
-        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. The cache has the states then."""
+        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. Stores the new states in the cache."""
         states = self.cache.layers[layer]
-        if self.state_places is None:
+        if self.delta_pass is None:
             tokens = [RowTokens(part.row, part.start, part.length - part.start) for part in self.parts]
-            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[None]
+            self.delta_pass = DeltaPass(tokens, states.settled, drafts=False, device=self.cache.device)
+        return states.run(inputs.flat(), self.delta_pass)[None]
 
 
 class Decode:
@@ -129,7 +129,7 @@ class Decode:
         self.padding = padding
         self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
         self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
-        self.state_places: StatePlaces | None = None
+        self.delta_pass: DeltaPass | None = None
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
@@ -192,19 +192,19 @@ class Decode:
             self.ring_slots[ring.taps] = ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
         return ring.convolve(x[:, 0], weight, self.ring_slots[ring.taps])[:, None]
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,
         heads: DeltaHeads,
     ) -> Tensor:
-        """See AttentionContext: inputs of [B, 1] tokens -> [B, 1, H D_v]. The cache has the states then."""
+        """See AttentionContext: inputs of [B, 1] tokens -> [B, 1, H D_v]. Stores the new states in the cache."""
         states = self.cache.layers[layer]
-        if self.state_places is None:
+        if self.delta_pass is None:
             lengths = self.cache.lengths[: len(self.positions)]
             tokens = [RowTokens(row, length - 1, 1) for row, length in enumerate(lengths)]
-            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[:, None]
+            self.delta_pass = DeltaPass(tokens, states.settled, drafts=False, device=self.cache.device)
+        return states.run(inputs.flat(), self.delta_pass)[:, None]
 
 
 class KVCache:
@@ -325,6 +325,10 @@ class KVCache:
             layer.copy(source, target, count=count, length=self.lengths[source])
         self.lengths[target] = count
         self.read[target] = min(self.read[source], count)
+
+    def keep_prefix(self, row: int, count: int) -> None:
+        """Makes a row end after at most `count` of its tokens: after as many as are `copyable`."""
+        self.copy(row, row, self.copyable(row, count))
 
     def clear(self, row: int) -> None:
         """Makes a row as it was when nothing had been written to it."""

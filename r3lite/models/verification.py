@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.carried import RingSlots
-from r3lite.models.delta_rows import RowTokens, StatePlaces
+from r3lite.models.delta_rows import DeltaPass, RowTokens
 from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 from r3lite.models.kv_cache import KVCache
 
@@ -60,7 +60,7 @@ class Verification:
         self.row_tokens = []
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.row_tokens.append(RowTokens(row, start, count))
-        self.state_places: StatePlaces | None = None
+        self.delta_pass: DeltaPass | None = None
 
     def attend(
         self,
@@ -102,17 +102,18 @@ class Verification:
             self.ring_slots[ring.taps] = ring.slots_of(self.rows[0], self.positions[0])
         return ring.convolve(x[0], weight, self.ring_slots[ring.taps])[None]
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,
         heads: DeltaHeads,
     ) -> Tensor:
-        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. What is no draft is in the states then."""
+        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. The states then have all tokens but
+        drafts."""
         states = self.cache.layers[layer]
-        if self.state_places is None:
-            self.state_places = StatePlaces(self.row_tokens, states.settled, drafts=True, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[None]
+        if self.delta_pass is None:
+            self.delta_pass = DeltaPass(self.row_tokens, states.settled, drafts=True, device=self.cache.device)
+        return states.run(inputs.flat(), self.delta_pass)[None]
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
         """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""

@@ -152,8 +152,8 @@ def load_model(
     With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
     bitsandbytes those that it has in NF4. Tensors are read, and quantized, one by one into a model that has no memory
     of its own yet, so that beside the finished weights only one tensor is in memory at a time. With `streamed` the
-    layers stay in the host's memory, and `model.stream.attach` must follow. Raises R3LiteError naming a tensor that is
-    missing, unexpected or of the wrong shape or type.
+    layers stay in the host's memory, and `model.layer_stream.attach` must follow. Raises R3LiteError naming a tensor
+    that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
     config = model_config(folder)
@@ -208,7 +208,7 @@ def load_model(
                 bar.update()
     bar.close()
     if isinstance(memory, HostLayers):
-        model.stream = LayerStream(memory)
+        model.layer_stream = LayerStream(memory)
     return model.eval()
 
 
