@@ -28,6 +28,7 @@ OTHER_KERNELS = 60  # of a pass, outside of its layers
 LAUNCHES = 10.0
 LAUNCHES_IN_GRAPH = 1.5  # the same in a CUDA graph
 TRAINED_BYTES = 40  # in full fine-tuning an optimizer step moves so many bytes for each weight
+EXAMPLE_ROWS = 1000  # of SFT whose data are not known
 UNITS = (  # name of a unit, its seconds, and the least seconds that are stated in it
     ("days", 86400, 2 * 86400),
     ("h", 3600, 2 * 3600),
@@ -258,11 +259,21 @@ class Duration:
             message += f", without up to {w.refills} refills"
         if self.validation_seconds:
             message += f"; {in_words(self.validation_seconds)} for a validation"
-        if self.run_seconds:
-            message += f"; {in_words(self.run_seconds)} for the run of {w.steps:,}"
-        elif w.trains:
-            message += "; --max-steps sets how many the run takes"
+        if w.trains:
+            message += f"; {self._whole_run()}"
         return f"{message}. Within a factor of two, {self._origin()}"
+
+    def _whole_run(self) -> str:
+        """Says how long the run takes. If its length is not known, says what sets it, and for SFT gives an example."""
+        w = self.workload
+        if self.run_seconds:
+            return f"{in_words(self.run_seconds)} for the run of {run_length(w)}"
+        deciding = "--data or --max-steps sets how many the run takes"
+        if w.episodes:
+            return deciding
+        example = replace(w, steps=math.ceil(EXAMPLE_ROWS / w.step_rows))
+        seconds = example.steps * self.seconds
+        return f"{in_words(seconds)} for {run_length(example)}, a pass over {EXAMPLE_ROWS:,} rows; {deciding}"
 
     def _origin(self) -> str:
         """Says which speeds the prediction comes from."""
@@ -284,6 +295,15 @@ class Duration:
         if self.validation_seconds:
             record["validation"] = round(self.validation_seconds, 4)
         return record | {"device": speeds.name, "speeds_from": speeds.source}
+
+
+def run_length(w: Workload) -> str:
+    """Returns the number of steps or rounds of a run in words; nothing if it is not known."""
+    if not w.steps:
+        return ""
+    unit = "round" if w.episodes else "step"
+    plural = "s" if w.steps > 1 else ""
+    return f"{w.steps:,} {unit}{plural}"
 
 
 def predict(w: Workload, memory: Memory) -> Duration | None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import GGUF_POINTER, shipped
+from r3lite.core.files import GGUF_POINTER, shipped, similar_path
 from r3lite.models import bitsandbytes_weights, gguf_folder, hub_folder, nf4
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import SIZES, quant_method, read_config
@@ -66,7 +66,7 @@ def resolve_folder(model: str) -> Path:
         return gguf_folder.of(folder)
     if not HUB_ID.fullmatch(model):
         raise R3LiteError(
-            f"no such model folder: {model}",
+            f"no such model folder: {model}{similar_path(model)}",
             "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.",
             code="model-absent",
         )
