@@ -27,7 +27,7 @@ from bench.shapes import SHAPES
 from r3lite.core.files import write_text
 from r3lite.devices.precision import DTYPES, Precision
 from r3lite.memory.known_models import QWEN_TOKENS
-from r3lite.memory.planner import linears
+from r3lite.memory.layer_tensors import layer_tensors
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.compiled import missing_compiler
 from r3lite.models.nf4 import code_points, dense_blocks, quantize
@@ -47,7 +47,7 @@ MB = 1e6
 
 def weights_of(shape: ModelConfig) -> int:
     """Weights of a layer that can be in NF4: those of its linear layers."""
-    return sum(out * into for out, into in linears(shape, taps=0).values())
+    return sum(out * into for out, into in layer_tensors(shape, taps=0).linears.values())
 
 
 def record(piece: Work, found: Split, size: str, dtype: torch.dtype) -> dict:
@@ -103,7 +103,7 @@ def compiled_bytes_a_weight(shape: ModelConfig, dtype: torch.dtype) -> float:
     """
     from torch._inductor import compile_fx, config, metrics
 
-    sizes, total = linears(shape, taps=0), 0
+    sizes, total = layer_tensors(shape, taps=0).linears, 0
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # or nothing is counted
     for stack in stacks(sizes):
         weight = quantize(torch.randn(sum(sizes[name][0] for name in stack), sizes[stack[0]][1]))

@@ -63,9 +63,9 @@ LFM2.5's template keeps the thought of the last earlier reply only; SFT rows kee
 
 ## Quantized files
 
-- `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3 and llama files with
-  byte-level BPE. Tokenizer and config are cached in `~/.cache/r3lite`. An adapter works only with the file that it was
-  trained on.
+- `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3, gemma3 and
+  byte-level llama files. Tokenizer and config are cached in `~/.cache/r3lite`. An adapter works only with the file that
+  it was trained on.
 - NF4 folders of bitsandbytes (`*-bnb-4bit`), also with some dense layers.
 """
 

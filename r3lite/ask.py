@@ -54,6 +54,10 @@ def lines(as_json: bool) -> Iterator[str]:
     with contextlib.suppress(ImportError):  # Windows has none, but a history of its own
         import readline  # noqa: F401  (input() has its history then)
     typed = sys.stdin.isatty()
+    if typed:
+        print("Type a question and press Enter. An empty line ends.", file=sys.stderr)
+    else:
+        print("reading questions from the standard input, one on each line; an empty line ends", file=sys.stderr)
     while True:
         if typed and as_json:
             print(PROMPT, end="", file=sys.stderr, flush=True)
@@ -78,4 +82,7 @@ def plan(config: AskConfig) -> str:
     return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("ask", AskConfig(), work=ask, plan=plan).entry(__name__)
+main = command.Command("ask", AskConfig(), work=ask, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -72,4 +72,7 @@ def show(protocol: Protocol, step: Step) -> None:
         print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
 
 
-main = command.Command("check_format", CheckFormatConfig(), check).entry(__name__)
+main = command.Command("check_format", CheckFormatConfig(), check)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

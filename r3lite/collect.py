@@ -140,4 +140,7 @@ def lines_of(*commands: list[str]) -> str:
     return "\n".join(f"    python -m r3lite.{shlex.join(words)}" for words in commands)
 
 
-main = command.Command("collect", CollectConfig(), work=run, plan=plan).entry(__name__)
+main = command.Command("collect", CollectConfig(), work=run, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -89,4 +89,7 @@ def listing(config: DoctorConfig) -> str:
     return "\n".join(["\nChecks", *lines])
 
 
-main = command.Command("doctor", DoctorConfig(), work=examine, plan=listing).entry(__name__)
+main = command.Command("doctor", DoctorConfig(), work=examine, plan=listing)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -59,4 +59,7 @@ def plan(config: EvaluateConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("evaluate", EvaluateConfig(), work=evaluate, plan=plan).entry(__name__)
+main = command.Command("evaluate", EvaluateConfig(), work=evaluate, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -72,4 +72,7 @@ def upload(settings: ExportSettings, output: Path) -> None:
         print("nothing was uploaded: check the folder, then run the same command with --yes")
 
 
-main = command.Command("export", ExportConfig(), work=export).entry(__name__)
+main = command.Command("export", ExportConfig(), work=export)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -79,4 +79,7 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {design.summary()}{assumed}"
 
 
-main = command.Command("index", IndexConfig(), work=work, plan=plan).entry(__name__)
+main = command.Command("index", IndexConfig(), work=work, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

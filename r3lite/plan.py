@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import load_toml
-from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
+from r3lite.settings import CardSettings, DataSettings, OptionalQuestionSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 class PlanSftConfig(SftConfig):
     """Predicts the memory and the time of a run without loading weights. Pass the flags of the run: those of `sft` or,
-    with --algorithm, those of `ppo`. The sizes of the models in docs/models.md are known offline. --card plans for
-    another card; --output FOLDER also writes plan.json.
+    with --algorithm, those of `ppo`; --data is counted if it is here. The sizes of the models in docs/models.md are
+    known offline. --card plans for another card; --output FOLDER also writes plan.json.
     """
 
-    data: DataSettings = DataSettings()  # a plan needs no data
+    data: DataSettings = DataSettings()  # a plan needs no data, but counts those that are here
     plan: PlanSettings = PlanSettings()
     elsewhere: CardSettings = CardSettings()
 
 
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
-    data: DataSettings = DataSettings()
+    data: OptionalQuestionSettings = OptionalQuestionSettings()
     elsewhere: CardSettings = CardSettings()
 
 
-def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
-    """Returns the plan of the run that the settings are of."""
+def make(config: PlanSftConfig | PlanRlConfig, count: int | None = None) -> "Plan":
+    """Returns the plan of the run that the settings are of, which has `count` rows or questions if that is known."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.rl_setup import round_workload
     from r3lite.memory.plan import make_plan, plan_for_card
@@ -43,11 +43,11 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
 
     if isinstance(config, PlanSftConfig):
         sampling = None
-        workload = sft_workload(config, steps=config.schedule.max_steps)
+        workload = sft_workload(config, steps=config.steps(count))
     else:
         algorithms.check(config.rl, config.set_by_user, config.lengths)
         sampling = config.sampling
-        workload = round_workload(config)
+        workload = round_workload(config, questions=count)
     if config.elsewhere.card:
         return plan_for_card(
             name=config.elsewhere.card,
@@ -71,9 +71,13 @@ def title(config: PlanSftConfig | PlanRlConfig) -> str:
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
     """Prints the plan, and writes it to plan.json in --output."""
     from r3lite.core.files import write_json
+    from r3lite.datasets.summary import summary_of_rl, summary_of_sft
 
-    plan = make(config)
+    data = summary_of_sft(config) if isinstance(config, PlanSftConfig) else summary_of_rl(config)
+    plan = make(config, data.count)
     print(f"{title(config)}\n\n{plan.table()}")
+    if data.text:
+        print(f"\n{data.text}")
     if config.common.output:
         path = Path(config.common.output) / "plan.json"
         write_json(path, plan.report())

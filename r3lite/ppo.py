@@ -3,8 +3,6 @@
 The trainer is in assembly/reinforcement.py.
 """
 
-from collections import Counter
-
 from r3lite.core import command
 from r3lite.core.processes import shared_facts, world
 from r3lite.settings import PpoConfig
@@ -20,14 +18,16 @@ def train(config: PpoConfig) -> None:
 
 
 def plan(config: PpoConfig) -> str:
-    """Returns the memory plan, the sources and the validations of a run, for `--dry-run`."""
+    """Returns the plan of memory and time, the number of questions and rounds, and the validations of a run, for
+    `--dry-run`."""
     from r3lite.assembly.reinforcement import check
     from r3lite.assembly.rl_setup import plan_memory
+    from r3lite.datasets.summary import summary_of_rl
 
     check(config)
-    text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n"
-    text += plan_memory(config).table()
-    text += described_sources(config)
+    data = summary_of_rl(config)
+    memory = plan_memory(config, questions=data.count)
+    text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}\n\n{data.text}"
     validation = config.validation
     if validation.eval_data:
         text += f"\n\nValidation on up to {validation.eval_questions} questions of {validation.eval_data}, before the "
@@ -39,23 +39,7 @@ def plan(config: PpoConfig) -> str:
     return text
 
 
-def described_sources(config: PpoConfig) -> str:
-    """Returns the sources with their numbers of questions, if --sources names them.
+main = command.Command("ppo", PpoConfig(), work=train, plan=plan)
 
-    Missing data sets are not downloaded.
-    """
-    from r3lite.datasets.sources import missing_of, read_questions_of, table
-
-    if not config.mixture.sources:
-        return ""
-    if missing := missing_of(config.data, config.mixture):
-        return f"\n\n{missing} is not here yet: its questions are not counted"
-    questions = read_questions_of(config.data, config.mixture)
-    counts = Counter(question.source for question in questions)
-    sources = table(config.mixture, config.protocol, counts).rstrip()
-    rounds = config.rounds(len(questions))
-    return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {config.rl.batch_size}"
-
-
-# Runs the command at once, and ends the process, if this file is the one that Python was started with.
-main = command.Command("ppo", PpoConfig(), work=train, plan=plan).entry(__name__)
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -56,4 +56,7 @@ def write_splits(config: PrepareConfig, output: Path) -> None:
     print(f"{output}: {files}")
 
 
-main = command.Command("prepare", PrepareConfig(), work=prepare).entry(__name__)
+main = command.Command("prepare", PrepareConfig(), work=prepare)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

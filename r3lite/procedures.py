@@ -103,4 +103,7 @@ def show_match(config: ProceduresConfig) -> None:
     print(printable(f"\n{match.text() if match else NONE}"))
 
 
-main = command.Command("procedures", ProceduresConfig(), work=procedures).entry(__name__)
+main = command.Command("procedures", ProceduresConfig(), work=procedures)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

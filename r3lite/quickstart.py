@@ -23,4 +23,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages).entry(__name__)
+main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -116,4 +116,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return comparisons
 
 
-main = command.Command("report", ReportConfig(), work=report).entry(__name__)
+main = command.Command("report", ReportConfig(), work=report)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

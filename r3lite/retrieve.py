@@ -123,4 +123,7 @@ def measure_recall(config: RetrieveConfig) -> None:
         recall.write_gaps(setup.documents, questions, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.Command("retrieve", RetrieveConfig(), work=retrieve).entry(__name__)
+main = command.Command("retrieve", RetrieveConfig(), work=retrieve)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

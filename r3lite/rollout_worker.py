@@ -19,4 +19,15 @@ def plan(config: RolloutWorkerConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("rollout_worker", RolloutWorkerConfig(), work=work, plan=plan, table="ppo").entry(__name__)
+# The run's settings may name an adapter that is only on its machine. What a worker reads is missed when it starts.
+main = command.Command(
+    "rollout_worker",
+    RolloutWorkerConfig(),
+    work=work,
+    plan=plan,
+    table="ppo",
+    reads_inputs=False,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

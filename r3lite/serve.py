@@ -75,4 +75,7 @@ def plan(config: ServeConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.Command("serve", ServeConfig(), work=serve, plan=plan).entry(__name__)
+main = command.Command("serve", ServeConfig(), work=serve, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

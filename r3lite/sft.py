@@ -18,27 +18,18 @@ def train(config: SftConfig) -> None:
 
 
 def plan(config: SftConfig) -> str:
-    """Returns the memory plan and the number of rows and steps, for `--dry-run`.
-
-    Missing data sets are not downloaded.
-    """
-    from r3lite.datasets.sources import missing_of, read_data, table
+    """Returns the plan of memory and time, and the number of rows and steps, for `--dry-run`."""
+    from r3lite.datasets.summary import summary_of_sft
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
 
-    memory = make_plan(sft_workload(config), config.memory)
-    text = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
-    if missing := missing_of(config.data, config.mixture):
-        return text + f"{missing} is not here yet: its rows are not counted"
-    _, training_rows, validation_rows = read_data(config)
-    counts = {source: len(rows) for source, rows in training_rows.items()}
-    count = sum(counts.values())
-    held_out = sum(map(len, validation_rows.values()))
-    steps, _ = config.length(count)
-    text += table(config.mixture, config.protocol, counts)
-    text += f"{count} rows, {held_out} more held out; {steps} steps of {config.rows_per_step} rows"
-    return text
+    data = summary_of_sft(config)
+    workload = sft_workload(config, steps=config.steps(data.count))
+    memory = make_plan(workload, config.memory)
+    return f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n{data.text}"
 
 
-# Runs the command at once, and ends the process, if this file is the one that Python was started with.
-main = command.Command("sft", SftConfig(), work=train, plan=plan).entry(__name__)
+main = command.Command("sft", SftConfig(), work=train, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

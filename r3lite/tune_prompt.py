@@ -91,4 +91,7 @@ def plan(config: TunePromptConfig) -> str:
     )
 
 
-main = command.Command("tune_prompt", TunePromptConfig(), work=tune, plan=plan).entry(__name__)
+main = command.Command("tune_prompt", TunePromptConfig(), work=tune, plan=plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,10 +1,10 @@
-"""Small models of each family with a byte-level tokenizer, as folders and as the GGUF files exported of them."""
+"""Small models of each family with a tokenizer, as folders and as the GGUF files exported of them."""
 
 import json
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_tokenizer import SPLITS
@@ -15,6 +15,8 @@ SIZES = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hi
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 256, "sliding_window": 24,
+          "vocab_size": 900}  # fmt: skip
 KINDS = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
@@ -26,6 +28,10 @@ KINDS = {
     "granite": {"model_type": "granite", "embedding_multiplier": 9.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
+    "gemma3": GEMMA3,
+    "gemma3-linear": GEMMA3 | {"rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}},
 }  # fmt: skip
 TEXTS = [
     "Who directed Blue Harbor?",
@@ -39,12 +45,53 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, split: str = "qwen2", first: bool = False, bos: bool = False) -> None:
-    """A BPE tokenizer of 390 tokens that splits texts as llama.cpp's `split`; the special tokens are the first or last.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+GEMMA_ADDED = [*SPECIAL, "<unk>", "<think>", "\n\n"]
+GEMMA_BYTES = slice(len(GEMMA_ADDED), len(GEMMA_ADDED) + 256)
 
-    Its parts are published ones' as transformers writes them.
+
+def write_tokenizer(folder: Path, split: str = "qwen2", first: bool = False, bos: bool = False) -> None:
+    """A BPE tokenizer that splits texts as llama.cpp's `split`, or as that of Gemma.
+
+    A text begins with a token of its own if `bos`.
     """
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = gemma_tokenizer() if split == "gemma" else byte_level_tokenizer(split, first)
+    if bos:
+        id = tokenizer.token_to_id(SPECIAL[0])
+        tokenizer.post_processor = processors.TemplateProcessing(f"{SPECIAL[0]} $A", None, [(SPECIAL[0], id)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": SPECIAL[2], "pad_token": SPECIAL[0], "chat_template": TEMPLATE}
+    settings |= {"bos_token": SPECIAL[0]} if bos else {}
+    settings |= {"unk_token": "<unk>"} if split == "gemma" else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def gemma_tokenizer() -> Tokenizer:
+    """SentencePiece's BPE of at most 800 tokens. Its merges are those that transformers makes of scores."""
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    trained.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    pieces = sorted(trained.get_vocab(), key=trained.token_to_id)
+    first_tokens = [*GEMMA_ADDED, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*first_tokens, *(piece for piece in pieces if piece not in GEMMA_ADDED)]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, {piece: -float(id) for id, piece in enumerate(pieces)})
+    bpe = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in GEMMA_ADDED[4:]])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in GEMMA_ADDED[:4]])
+    return tokenizer
+
+
+def byte_level_tokenizer(split: str, first: bool) -> Tokenizer:
+    """390 tokens, of which the special ones are the first or last; its parts are as transformers writes them."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     kinds = {
         "Split": lambda value: {"type": "Split", "pattern": {"Regex": value}, "behavior": "Isolated", "invert": False},
@@ -59,24 +106,16 @@ def write_tokenizer(folder: Path, split: str = "qwen2", first: bool = False, bos
     tokenizer.decoder = decoders.ByteLevel()
     if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    from tokenizers.pre_tokenizers import ByteLevel
-
     trainer = trainers.BpeTrainer(
         vocab_size=390 if first else 387,
-        initial_alphabet=ByteLevel.alphabet(),
-        special_tokens=special if first else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL if first else [],
         show_progress=False,
     )
     tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    if bos:
-        id = tokenizer.token_to_id(special[0])
-        tokenizer.post_processor = processors.TemplateProcessing(f"{special[0]} $A", None, [(special[0], id)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": special[2], "pad_token": special[0], "chat_template": TEMPLATE}
-    settings |= {"bos_token": special[0]} if bos else {}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
 
 
 def write_model(folder: Path, kind: str, split: str | None = None, **changes) -> Path:
@@ -88,6 +127,10 @@ def write_model(folder: Path, kind: str, split: str | None = None, **changes) ->
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # norms and biases begin as ones and zeros
         parameter.data.add_((0.3 if parameter.dim() == 1 else 0.05) * torch.randn_like(parameter))
+        if parameter.dim() == 1:  # in bf16, as published: numbers to which 1 can be added without rounding
+            parameter.data.copy_(parameter.bfloat16())
+    if kind.startswith("gemma3"):  # whose tokens of single bytes write no UTF-8, which programs show in several ways
+        model.get_input_embeddings().weight.data[GEMMA_BYTES] *= 0.1
     model.save_pretrained(folder)
     if split:
         write_tokenizer(folder, split)

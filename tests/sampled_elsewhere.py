@@ -50,7 +50,7 @@ def equal(one, other, within: float = 1e-4) -> None:
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert (a.question.id, a.tokens, a.action_mask) == (b.question.id, b.tokens, b.action_mask)
-        assert (a.steps, a.step_ends, a.finish, a.place) == (b.steps, b.step_ends, b.finish, b.place)
+        assert (a.steps, a.step_ends, a.finish, a.index) == (b.steps, b.step_ends, b.finish, b.index)
         assert a.logprobs == pytest.approx(b.logprobs, abs=within)
 
 

@@ -166,6 +166,19 @@ def test_piped_questions_are_answered_up_to_an_empty_line(arguments, capsys, mon
     assert told(capsys, arguments).out.startswith("question> Who is Bob?\nStep 1:\n")
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_without_a_question_it_says_that_it_waits_for_one_and_how_to_end(monkeypatch, capsys, as_json):
+    """With an input that was not closed, such as a service's, it waited without a word."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\n"))
+    assert list(ask.lines(as_json)) == ["Who?"]
+    assert (
+        capsys.readouterr().err == "reading questions from the standard input, one on each line; an empty line ends\n"
+    )
+    monkeypatch.setattr(sys, "stdin", Typed("\n"))
+    assert list(ask.lines(as_json)) == []
+    assert capsys.readouterr().err.startswith("Type a question and press Enter. An empty line ends.\n")
+
+
 def test_the_prompt_of_json_is_not_on_stdout(arguments, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Typed("Who is Bob?\n"))
     shown = told(capsys, ["--json", *arguments])

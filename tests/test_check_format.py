@@ -41,7 +41,7 @@ def test_a_turn_of_ones_own_is_read_and_its_faults_are_told(tmp_path, capsys):
 
 def test_a_turn_that_is_not_there(tmp_path, capsys):
     assert check_format.main(["--turn", str(tmp_path / "none.txt")]) == 1
-    assert "none.txt cannot be read" in capsys.readouterr().err
+    assert "none.txt: no such file" in capsys.readouterr().err
 
 
 def test_the_files_of_the_page_are_read(tmp_path, capsys):

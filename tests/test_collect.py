@@ -176,7 +176,7 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
             2,
             "--hurried-share is 0.5, but has no effect here: it needs --demonstrations sub",
         ),
-        (["--data", "x", "--output", "."], 1, "is a folder"),
+        (["--data", __file__, "--output", "."], 1, "is a folder"),
     ],
 )
 def test_user_errors(capsys, arguments, status, message):

@@ -14,12 +14,15 @@ import pytest
 from r3lite.core import files
 from r3lite.core.errors import R3LiteError, explained, reason
 from r3lite.core.files import (
+    LOCK,
     append_jsonl,
     content_fingerprint,
     folder_fingerprint,
     names_in,
     read_jsonl,
+    read_text,
     recover_jsonl,
+    similar_path,
     sole_writer,
     sweep,
     write_json,
@@ -108,6 +111,20 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin").write_bytes('{"a": "é"}'.encode("latin-1"))
     with raises(R3LiteError, "not-utf8"):
         list(read_jsonl(tmp_path / "latin"))
+
+
+def test_a_path_that_is_mistyped_is_told_with_the_nearest_one(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes.jsonl").touch()
+    (tmp_path / "runs" / LOCK).touch()
+    monkeypatch.chdir(tmp_path)
+    assert similar_path("rnus") == " (did you mean runs?)"
+    nearest = Path("runs", "notes.jsonl")
+    assert similar_path("runs/note.jsonl") == f" (did you mean {nearest}?)"
+    with raises(R3LiteError, "file-unreadable", "No such file", nearest, "Mend it."):
+        read_text("runs/note.jsonl", "Mend it.")
+    for path in ("runs/.lokc", "runs/other", "elsewhere/notes.jsonl", "", "a\0b"):
+        assert similar_path(path) == ""
 
 
 def test_a_file_that_is_read_whole_has_a_size(tmp_path, monkeypatch):

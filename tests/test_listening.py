@@ -106,7 +106,7 @@ def test_a_server_at_any_loopback_address_answers_to_loopback_names_and_to_no_ot
 def test_a_retriever_that_others_can_reach_needs_a_token_before_it_loads_anything(monkeypatch, capsys):
     monkeypatch.delenv(listening.TOKEN, raising=False)
     monkeypatch.setattr(retrieve, "read_setup", lambda *arguments: pytest.fail("it loads"))
-    assert retrieve.main(["--corpus", "x.jsonl", "--serve", "--port", "0", "--host", "0.0.0.0"]) == 1
+    assert retrieve.main(["--corpus", __file__, "--serve", "--port", "0", "--host", "0.0.0.0"]) == 1
     assert shows(capsys.readouterr().err, "token-missing", "0.0.0.0", "R3LITE_TOKEN")
 
 
@@ -151,7 +151,7 @@ def test_its_clients_send_the_token_of_the_retriever_and_not_that_of_our_own_ser
 
 @pytest.mark.parametrize(
     ("command", "flags"),
-    [(retrieve, ["--corpus", "x.jsonl", "--serve"]), (rollout_worker, ["--preset", "tiny", "--retriever", "none"])],
+    [(retrieve, ["--corpus", __file__, "--serve"]), (rollout_worker, ["--preset", "tiny", "--retriever", "none"])],
 )
 def test_a_port_in_use_shows_before_anything_is_loaded(monkeypatch, capsys, command, flags):
     monkeypatch.setattr(retrieve, "read_setup", lambda *arguments: pytest.fail("it loads"))

@@ -12,7 +12,7 @@ import torch
 
 from r3lite import collect, evaluate, plan, ppo, sft
 from r3lite.assembly import rl_setup
-from r3lite.core.files import shipped
+from r3lite.core.files import shipped, write_jsonl
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.memory.plan import UNKNOWN, announce
@@ -91,7 +91,8 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
     assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
     assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
     speeds = "from half the peak speed of the RTX 3050 Laptop"
-    line = rf"^time: at most about .* for the run of 7\. Within a factor of two, {speeds}$"
+    units = "steps" if algorithm == "sft" else "rounds"
+    line = rf"^time: at most about .* for the run of 7 {units}\. Within a factor of two, {speeds}$"
     assert re.search(line, told, re.M)
     assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
     other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
@@ -127,11 +128,45 @@ def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys
     here = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
     told = capsys.readouterr().out
-    line = r"^time: at most about .* for a step if every row has [\d,]+ tokens, the most it may; --max-steps sets "
+    line = r"^time: at most about .* for a step if every row has [\d,]+ tokens, the most it may; .* for [\d,]+ steps, "
+    line += r"a pass over 1,000 rows; --data or --max-steps sets "
     assert re.search(line, told, re.M) and "Within a factor of two, from this device's speed just now\n" in told
     monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: None)
     assert planned(tmp_path, *here)["seconds"] is None
     assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
+    planned(tmp_path, *here, "--max-steps", "7")
+    assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}. The run has 7 steps"
+
+
+def test_the_length_of_a_run_is_counted_by_its_data_if_they_are_here(tmp_path, capsys):
+    """A plan took --data and did not read it, and the dry run of a preset with steps did not know their number."""
+    rows = [
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "x"}]} for i in range(9)
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    write_jsonl(tmp_path / "q.jsonl", [{"id": str(i), "question": f"Who {i}?", "answer": "x"} for i in range(9)])
+    (tmp_path / "exclude.jsonl").write_text('{"question": "Who 3?", "answer": "x"}\n', encoding="utf-8")
+    tiny = ["--preset", "tiny", "--epochs", "2"]
+    sft_flags = [*tiny, "--data", "rows.jsonl", "--batch-size", "3", "--validation-fraction", "0"]
+    seconds = planned(tmp_path, *sft_flags)["seconds"]
+    assert seconds["run"] == pytest.approx(6 * seconds["step"], rel=0.05)
+    counted = "9 rows, 0 more held out; 6 steps of 3 rows\n"
+    for output in (capsys.readouterr().out, dry_run(sft, sft_flags, capsys)):
+        assert "for the run of 6 steps." in output and counted in output
+    rl_flags = [*tiny, "--batch-size", "4", "--data", "q.jsonl", "--exclude", "exclude.jsonl"]
+    planned(tmp_path, *rl_flags, "--algorithm", "grpo")
+    for output in (capsys.readouterr().out, dry_run(ppo, rl_flags, capsys)):
+        assert "for the run of 4 rounds." in output and "8 questions; 4 rounds of 4" in output
+    planned(tmp_path, "--model", QWEN, "--data", "gone.jsonl", "--card", "T4")
+    assert "gone.jsonl is not here yet: its rows are not counted" in capsys.readouterr().out
+    preset = dry_run(sft, ["--preset", "tiny"], capsys)
+    assert "for the run of 100 steps." in preset and "not here" not in preset
+
+
+def dry_run(command, flags, capsys) -> str:
+    """What the dry run of a command prints."""
+    assert command.main([*flags, "--dry-run"]) == 0
+    return capsys.readouterr().out
 
 
 def test_a_device_that_is_not_here_is_not_measured(tmp_path, capsys, monkeypatch):

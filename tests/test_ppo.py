@@ -252,8 +252,8 @@ SEARCH_SETTINGS = [
     ("arguments", "says"),
     [
         ([], "--data is missing"),
-        (["--data", "x", "--temperature", "0"], "--temperature is 0: all episodes"),
-        (["--data", "x", "--temperature", "1e-6"], "--temperature is 1e-06: all episodes"),
+        (["--data", __file__, "--temperature", "0"], "--temperature is 0: all episodes"),
+        (["--data", __file__, "--temperature", "1e-6"], "--temperature is 1e-06: all episodes"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
         (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3; it must be at most"),
         *(

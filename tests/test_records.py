@@ -93,6 +93,18 @@ def test_a_nested_field_is_named_with_its_way():
         row.records("steps")[0].records("documents")[0].text("title")
 
 
+def test_a_field_that_is_missing_is_told_with_those_that_are_there():
+    """A CSV file with `query` for `question` was told that `question` is missing, and no more."""
+    many = {f"k{number}": number for number in range(1, 20)}
+    keys = ", ".join(f"'k{number}'" for number in range(1, 9))
+    causes = []
+    for row in (record(query="Who?", response="Ann", note=None), record(note=None), record(**many)):
+        with pytest.raises(InvalidRecord) as error:
+            row.text("question")
+        causes.append(error.value.cause.removeprefix("f.json: question is missing"))
+    assert causes == ["; its keys are 'query', 'response'", "", f"; its keys are {keys}, ..."]
+
+
 def test_an_error_quotes_long_and_strange_values_on_one_short_line():
     for value in ("x" * 10_000, "a\nb\x1b[31m", {"k": ["v"] * 1000}, [[[[[1]]]]]):
         with pytest.raises(InvalidRecord) as error:

@@ -185,15 +185,16 @@ class SimulatedCuda:
                 self.counts.upload_bytes += size_of(copied)
             self.wait(why)
         written = operators.written_by(function, args, kwargs)
+        call = operators.taking_numbers(function, args)
         if self.graph is not None and any(t.numel() for t in written):  # a capture changes nothing
             result = None if not function._schema.returns else written[0] if len(written) == 1 else tuple(written)
         else:
-            result = function(*args, **kwargs)
+            result = call(*args, **kwargs)
         self._hold(result)
         results = tensors_in(result)
         self.order(inputs, [*written, *results])
         if self.graph is not None:
-            self.graph.add(function, args, kwargs, results)
+            self.graph.add(call, args, kwargs, results)
         if function.overloadpacket is aten._local_scalar_dense:
             self.counts.downloads += 1
             self.counts.download_bytes += size_of(args[0])

@@ -26,8 +26,8 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.devices.speed import warn_of_slow_fp16
+from r3lite.memory.layer_tensors import projection_names
 from r3lite.memory.plan import Plan, announce, enforce
-from r3lite.memory.planner import projection_names
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM, ModelConfig
@@ -332,7 +332,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
 
 
 def _formats(settings: Mapping[str, Any]) -> set[str]:
-    """Returns the step formats of a run: of its sources if it has any, of which those of chats have none."""
+    """Returns the step formats of a run. With [[sources]] they are those of its sources; chats have no step format."""
     entries = settings.get("sources")
     if not isinstance(entries, list | tuple):
         entries = [{}]
@@ -404,8 +404,8 @@ def load_frozen(
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
     """
     model = _load(folder, precision, nf4=nf4, cache=cache, streamed=streamed)
-    if model.stream:
-        model.stream.attach(model)
+    if model.layer_stream:
+        model.layer_stream.attach(model)
     return model
 
 

@@ -44,7 +44,10 @@ EPISODES = "episodes.jsonl"
 
 @dataclass(frozen=True)
 class RLTrainer:
-    """Takes the rounds of a run: samples episodes, scores them and learns from them."""
+    """Takes the rounds of a run: samples episodes, scores them and learns from them.
+
+    `guard` detects a collapse of the policy, after which the best weights may be restored (training/oversight.py).
+    """
 
     config: PpoConfig
     total: int  # rounds of the whole run
@@ -59,12 +62,15 @@ class RLTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one round; returns its metrics, and the number of tokens of its episodes."""
         watch = Stopwatch(self.spans)
+        # The collapse guard compares the rewards of rounds. After a change of their weights it must begin anew.
         if weights_change_at(self.config.reward, number):
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
         if self.sampler.ranks.first:
             append_jsonl(self.episodes_file, sampled.records(number))
         record = sampled.metrics()
+        # After a rollback the guard may ask for a larger weight of the KL, and the KL budget must not judge an update
+        # that the rollback has removed.
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if self.learner.budget:
             self.learner.budget.begin(number, self.guard.rollbacks)
@@ -72,7 +78,7 @@ class RLTrainer:
         if self.sampler.judge:
             record |= self.sampler.judge.counts()
         record |= watch.laps
-        first_rounds = self.guard.first_rounds(record)  # empty but for the last of the first rounds
+        first_rounds = self.guard.first_rounds(record)  # empty until the last of them is over, and after that round
         if first_rounds:
             rl_setup.warn_of_no_reward(self.config, first_rounds)
         return record, sampled.token_count
@@ -92,8 +98,8 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        add_teacher = None
-        if isinstance(self.teacher, teacher.TeacherInTurns):  # a cached teacher runs no model
+        add_teacher = None  # a cached teacher runs no model
+        if isinstance(self.teacher, teacher.TeacherInTurns):
             add_teacher = self.teacher.batch
         rl_setup.rehearse(self.learner, add_teacher)
 
@@ -261,8 +267,8 @@ def check_searches(config: PpoConfig) -> None:
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
-    # --max-hops limits the searches only if a step has one query at most. Formats whose searches name their sources
-    # write a graph of searches in one step.
+    # --max-hops limits the searches only if a step has one query at most. Formats whose searches name their kinds of
+    # source, such as `dag`, have a whole graph of searches in one step.
     one_query = all(protocol.most_queries == 1 and not protocol.names_sources for protocol in protocols_in_use)
     searches = config.reward.least_searches
     if one_query and searches > config.lengths.max_hops:

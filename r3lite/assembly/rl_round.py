@@ -1,7 +1,11 @@
 """The episodes of a round: draws questions, samples their episodes and scores them.
 
-Some settings add to that: off-policy episodes (`rl_guidance`), other ends of failed episodes, and further groups in
-place of those without variance.
+Some settings add to that: off-policy episodes (`rl_guidance`), expansions, and refills.
+
+The episodes of one question are a group, and advantages compare them. The *signal* of an episode is the number that
+tells whether there is something to learn from this comparison (`EpisodeReward.signal`: the reward of the answer). A
+group has *variance* if its signals differ. A *refill* samples further groups in place of those without variance. An
+*expansion* is a second end for a failed episode.
 """
 
 from collections.abc import Callable
@@ -48,7 +52,7 @@ class Round:
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
-    off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not sampled here
+    off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, by another policy
 
     def appended(self, new: "Round") -> "Round":
         """Returns the round with the episodes of `new` after its own."""
@@ -69,7 +73,7 @@ class Round:
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     def signals(self) -> Signals:
-        """Returns EpisodeReward.signal of each group's episodes, in the order of the groups' numbers."""
+        """Returns the signals of each group's episodes, in the order of the groups' numbers."""
         by_group: dict[int, list[float | None]] = {}
         for group, reward in zip(self.groups, self.rewards, strict=True):
             signal = None if reward is None else reward.signal
@@ -108,18 +112,22 @@ class Round:
         ids = [sequence.question.id for sequence in self.sequences]
         return dict(zip(self.groups, ids, strict=True))
 
-    def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """Returns the episodes to learn from as numbers, the off-policy ones behind all others.
+    def rewarded_rollouts(self, failed_below: float | None = None) -> list[tuple[Rollout, EpisodeReward]]:
+        """Returns the sampled episodes to learn from as numbers, with their rewards.
 
-        Episodes without a reward are left out: a missing reward is not 0. `failed_below` is that of
-        EpisodeReward.failed.
+        Episodes without a reward are left out: a missing reward is not 0. For `failed_below` see EpisodeReward.failed.
         """
-        rollouts = []
+        rewarded = []
         for sequence, reward, group in zip(self.sequences, self.rewards, self.groups, strict=True):
             is_learned = self.learned_groups is None or group in self.learned_groups
             if reward is not None and is_learned:
                 rollout = to_rollout(sequence, reward, group=group, failed_below=failed_below)
-                rollouts.append(rollout)
+                rewarded.append((rollout, reward))
+        return rewarded
+
+    def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
+        """Returns all episodes to learn from, as `rewarded_rollouts` does; behind them those that are off-policy."""
+        rollouts = [rollout for rollout, _ in self.rewarded_rollouts(failed_below)]
         groups = {rollout.group for rollout in rollouts}
         off_policy = [rollout for rollout in self.off_policy if rollout.group in groups]
         return rollouts + off_policy
@@ -143,8 +151,8 @@ def to_rollout(
 ) -> Rollout:
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
-    for step_end, step_reward in zip(sequence.step_ends, reward.by_step):  # one of each for every step
-        if sequence.action_mask[step_end]:  # with --learn answer only the last step is sampled, and rewarded
+    for step_end, step_reward in zip(sequence.step_ends, reward.by_step, strict=True):
+        if sequence.action_mask[step_end]:  # with --learn answer only the last step was sampled, and is rewarded
             token_rewards.append((step_end, step_reward))
     return Rollout(
         record=sequence,
@@ -181,7 +189,7 @@ class RolloutEngine(Protocol):
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each pair (finished sequence, steps), of which the first `steps` steps are kept."""
+        """Samples another end for each pair (finished sequence, number of its first steps that are kept)."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
         """Ends a round, before it is learned from; returns metrics of its sampling."""
@@ -257,7 +265,10 @@ class RoundSampler:
         return this_round
 
     def sample_episodes(self, run: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
-        """Returns the sequences of `run(starts, seeds, retrieve)`; each rank samples a part, see `run_on_ranks`."""
+        """Returns the sequences of `run(starts, seeds, retrieve)`, which the ranks divide; see `run_on_ranks`.
+
+        `starts` are questions, or what else the engine's method `run` takes first.
+        """
         return run_on_ranks(
             self.engine,
             self.ranks,
@@ -281,24 +292,18 @@ class RoundSampler:
         questions: list[Question],
         replayed_ids: list[str],
     ) -> Round:
-        """Returns the round with the off-policy episodes of its groups.
-
-        Call it before a stage adds episodes or selects groups: `rollouts()` must have one rollout for each reward that
-        is not missing, in the same order.
-        """
+        """Returns the round with the off-policy episodes of its groups. `questions` are those of its episodes."""
         group_question_ids = [question.id for question in questions[:: self.config.rl.num_generations]]
-        rewards = [reward for reward in this_round.rewards if reward is not None]
-        rewarded = zip(this_round.rollouts(), rewards, strict=True)
         off_policy, metrics = self.guidance.join(
             number,
             group_question_ids,
-            rewarded=rewarded,
+            rewarded=this_round.rewarded_rollouts(),
             replayed=replayed_ids,
         )
         return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
     def with_expansions(self, number: int, this_round: Round) -> Round:
-        """Returns the round with a new end for some failed episodes: grounded expansion (arXiv 2601.21699)."""
+        """Returns the round with a second end for some failed episodes: grounded expansion (arXiv 2601.21699)."""
         expansions = choose_expansions(this_round)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
@@ -320,7 +325,7 @@ class RoundSampler:
         metrics = {
             "expand/episodes": len(sequences),
             "expand/solved": solved,
-            "expand/shared_tokens": shared_tokens,  # action tokens that were not sampled again
+            "expand/shared_tokens": shared_tokens,  # action tokens that were copied from the origins
             "expand/new_tokens": action_tokens - shared_tokens,
             "expand/zero_std_before": _share_without_variance(this_round.signals()),
             "expand/zero_std_after": _share_without_variance(appended.signals()),
@@ -382,7 +387,7 @@ def run_on_ranks(
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A failed episode with a useful step: one that retrieved a gold paragraph that no earlier step had retrieved."""
+    """A failed episode with a useful step. A useful step retrieved a gold paragraph that no earlier step had."""
 
     index: int  # index of the episode in its round
     group: int
@@ -393,8 +398,8 @@ class NearMiss:
 def choose_expansions(this_round: Round) -> list[Expansion]:
     """Returns an expansion of each near miss of a round, best first. It keeps all steps up to the last useful one.
 
-    Groups without variance come first. Within these, and within the groups with variance, the order is: of each group
-    the episode that retrieved most gold paragraphs, then the second of each group, and so on.
+    The order: first near misses of groups without variance, then the others. Both take turns by group: first the best
+    near miss of every group, then every second best, and so on. The best has the most gold paragraphs.
     """
     by_group: dict[int, list[NearMiss]] = {}
     for i, reward in enumerate(this_round.rewards):
@@ -408,16 +413,16 @@ def choose_expansions(this_round: Round) -> list[Expansion]:
                 last_useful_step=useful_steps[-1],
             )
             by_group.setdefault(near_miss.group, []).append(near_miss)
-    place_in_group: dict[int, int] = {}  # by the index of the episode
+    rank_in_group: dict[int, int] = {}  # by the index of the episode; 0: best
     for candidates in by_group.values():
         best_first = sorted(candidates, key=lambda near_miss: -near_miss.gold_count)  # equal ones stay in their order
-        for place, near_miss in enumerate(best_first):
-            place_in_group[near_miss.index] = place
+        for rank, near_miss in enumerate(best_first):
+            rank_in_group[near_miss.index] = rank
     varied_groups = groups_with_variance(this_round.signals())
 
     def order(near_miss: NearMiss) -> tuple[bool, int, int]:
         # False sorts before True: groups without variance come first.
-        return near_miss.group in varied_groups, place_in_group[near_miss.index], near_miss.index
+        return near_miss.group in varied_groups, rank_in_group[near_miss.index], near_miss.index
 
     ordered = sorted(chain.from_iterable(by_group.values()), key=order)
     return [Expansion(near_miss.index, near_miss.last_useful_step) for near_miss in ordered]

@@ -48,7 +48,7 @@ class SFTTrainer:
         self.vocabulary = vocabulary
         self.rows = rows
         self.held_out = held_out
-        # The number of steps; the number of rows after which the run ends, or None.
+        # `row_limit`: number of rows after which the run ends; None: it ends after `total` steps.
         self.total, self.row_limit = config.length(len(rows))
         self.ranks = policy.ranks
         self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
@@ -70,8 +70,8 @@ class SFTTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one optimizer step and returns its metrics and its number of tokens.
 
-        The loss is the mean over all trained tokens of its rows, however they are divided into micro-batches and among
-        ranks.
+        The loss is the mean over all trained tokens of the step's rows, however these are divided into micro-batches
+        and among ranks.
         """
         rows_per_step = self.config.rows_per_step
         indices = rows_of_step(
@@ -85,11 +85,12 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            with cast_once(self.policy.model, self.policy.precision.dtype):  # no weight changes within
-                rank_losses = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
-            norm, _ = self.state.update()  # waits for the device: only now have all of `rank_losses` arrived
-        losses = sum_by_name(self.ranks.gather(rank_losses))
-        record = means_by_source("loss", losses, count_loss_tokens(rows))
+            # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
+            with cast_once(self.policy.model, self.policy.precision.dtype):
+                rank_shares = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
+            norm, _ = self.state.update()  # waits for the device, and so for `rank_shares`
+        shares = sum_by_name(self.ranks.gather(rank_shares))  # of the mean loss, by source
+        record = means_by_source("loss", shares, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
@@ -98,9 +99,12 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of the run's largest micro-batch, and drops them."""
+        """Computes the gradients of the run's largest micro-batch, and drops them.
+
+        Several ranks divide the rows of a whole step, the longest ones, so that each rank has some.
+        """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
-        if self.ranks.size == 1:  # several ranks run all of these rows, each its share
+        if self.ranks.size == 1:
             rows = max(self.micro_batches(rows), key=count_tokens)
         self.policy.model.train()
         full_tuning_rehearsal = nullcontext()
@@ -110,11 +114,11 @@ class SFTTrainer:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Accumulates the gradients of the mean loss over the rows of a step, of which this rank runs its share.
+        """Accumulates the gradients of the mean loss over all `rows` of a step, some of which this rank runs.
 
-        Returns, by source, what this rank's rows add to the mean loss: their summed loss, divided by the trained tokens
-        of all rows of the step, on all ranks. The numbers are in host memory, but on a GPU they are valid only after
-        the update, which waits for the device.
+        Returns, by source, the share of this rank's rows in the mean loss: their summed loss, divided by the trained
+        tokens of all `rows`. The numbers are in host memory, but on a GPU they are valid only after the update: they
+        are copied without waiting, so that a step waits for the device only once, in `state.update`.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
@@ -124,16 +128,14 @@ class SFTTrainer:
             raise R3LiteError(
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
-        losses: dict[str, Tensor] = {}
+        shares: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
             source = micro_batch[0].source
-            losses[source] = losses.get(source, 0.0) + loss.detach()
-        # Copied while the gradients' norm is computed, so that a step waits for the device once, in
-        # state.update(). Before that these numbers may not have arrived.
-        return {source: loss.to("cpu", non_blocking=True) for source, loss in losses.items()}
+            shares[source] = shares.get(source, 0.0) + loss.detach()
+        return {source: share.to("cpu", non_blocking=True) for source, share in shares.items()}
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss; in full fine-tuning it updates the weights instead, layer by layer."""
@@ -155,7 +157,7 @@ class SFTTrainer:
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
-            head_grad_out = None  # or a buffer, into which the backward pass writes the head's gradient
+            head_grad_out = None  # or the buffer into which the backward pass writes the head's gradient
             if self.policy.full_tuning and torch.is_grad_enabled():
                 head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
@@ -185,14 +187,14 @@ class SFTTrainer:
         return micro_batches
 
     def validation_losses(self) -> dict[str, float]:
-        """Returns the mean cross-entropy over the trained tokens of the held-out rows: of all, and of each source."""
+        """Returns the mean cross-entropy over the trained tokens of all held-out rows, and that of each source's."""
         # "update" is the phase of passes over whole rows, with gradients or without.
         rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
         sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
-        losses = {source: loss / total for source, loss in sums.items()}
-        return means_by_source("eval_loss", losses, loss_tokens)
+        shares = {source: loss / total for source, loss in sums.items()}
+        return means_by_source("eval_loss", shares, loss_tokens)
 
     def held_out_losses(self) -> dict[str, float]:
         """Returns the summed cross-entropy of this rank's share of the held-out rows, by source."""
@@ -256,16 +258,16 @@ def build_trainer(
     config: SftConfig, protocols: dict[str, Protocol], rows_by_source: Rows, validation: Rows, ranks: Ranks = ALONE
 ) -> SFTTrainer:
     """Encodes the rows, plans the memory that they take and loads the model."""
-    folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder, config.model.thinking)
-    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     if config.lora.no_lora and len(rows_by_source) > 1 and config.rows_per_step > 1:
         raise R3LiteError(
             "--no-lora needs rows of one source per step",
             "Pass --batch-size 1, or remove --no-lora.",
             code="no-lora-sources",
         )
+    folder = resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder, config.model.thinking)
+    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
+    layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     encoded = encode_rows_of(rows_by_source, layouts)
     held_out = encode_fitting(validation, layouts)
     steps, _ = config.length(len(encoded))

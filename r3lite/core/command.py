@@ -74,15 +74,6 @@ class Command:
         with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
             return self._run(argv)
 
-    def entry(self, module: str) -> "Command":
-        """Returns itself, as `main` in the last line of its file, whose `__name__` is the `module`.
-
-        If that file is being run, as by `python -m r3lite.sft`, it begins at once, and the process ends with it.
-        """
-        if module == "__main__":
-            raise SystemExit(self())
-        return self
-
     def _run(self, argv: list[str] | None) -> int:
         """Does the work and turns each foreseeable exception into a message and a status."""
         spare_the_machine()

@@ -13,7 +13,7 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-SEARCHING = "searching"  # only with --learn answer: it ended with a query in a turn that may not search
+SEARCHING = "searching"  # only with --learn answer, which samples last turns alone: the turn searched, and so ended
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
     fields = record.values.get("metadata")
     if not isinstance(fields, dict):
         return ()
-    return tuple((key, value) for key, value in sorted(fields.items()) if isinstance(value, (str, int, float)))
+    allowed = (str, int, float)  # a bool is an int
+    return tuple((key, value) for key, value in sorted(fields.items()) if isinstance(value, allowed))
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def folded(text: str) -> str:
 class Question:
     """Holds a question with what its data set has about it.
 
-    `source` names a [[sources]] entry or a mode of the server. It is neither a retriever (`Document.source`) nor a kind
-    of source to search (`Search.kind`).
+    `source` is the name of the entry in the config file's list of data sets, [[sources]], or of the server's mode, by
+    which the question came. It chooses the layout of the episode. (`Document.source` is another thing, a retriever; in
+    the JSON form of a search, "source" is the kind of source to search, `Search.kind`.)
     """
 
     id: str
@@ -87,7 +89,7 @@ class Question:
     hops: tuple[Hop, ...] = ()  # the gold decomposition, if the data set has one
     type: str = ""  # the data set's type of question, such as bridge or comparison
     earlier: tuple[dict[str, str], ...] = ()  # messages (`role`, `content`) of the conversation before the question
-    source: str = ""  # chooses the layout
+    source: str = ""  # empty without [[sources]] and modes
     procedure: str = ""  # instructions that stand before the question: how to answer such questions
 
     @property
@@ -96,7 +98,10 @@ class Question:
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """Returns the index in `gold` of the paragraph that `document` is, whole or in part; None if it is none."""
+        """Returns the index in `gold` of the paragraph that `document` shows; None if it shows none of them.
+
+        One of the two texts may be only a part of the other.
+        """
         for i, gold in enumerate(self.gold):
             if folded(gold.title) != folded(document.title):
                 continue
@@ -113,7 +118,7 @@ class Question:
         gold_index = self.gold_index(document)
         if gold_index is not None:
             return gold_index
-        return document.title.casefold() if self.gold_by == "title" else document.id
+        return folded(document.title) if self.gold_by == "title" else document.id
 
     def gold_found(self, documents: Iterable[Document]) -> set[int]:
         """Returns the indices of the gold paragraphs among `documents`."""
@@ -223,7 +228,7 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    finish: str = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING
+    finish: str | None = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING; None while a transcript goes on
     tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
 
@@ -302,13 +307,13 @@ Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]
 
 @dataclass(frozen=True)
 class Routes:
-    """Holds a retriever for each of some kinds of source. It is a retriever itself, which searches with the default."""
+    """Holds a default retriever, and retrievers for some kinds of source. `retrieve_all` chooses among them."""
 
     default: Retrieve  # for searches that name no kind, or a kind without a retriever
     of_kind: Mapping[str, Retrieve]  # by the kind of source, Search.kind
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
-        """Searches with the default retriever: these pairs name no kind of source. `retrieve_all` follows the kinds."""
+        """Searches with the default retriever, as these pairs name no kind of source."""
         return self.default(pairs)
 
 

@@ -35,10 +35,13 @@ class NotFinite(R3LiteError):
     """Reports that numbers of the model are inf or nan. A run that has a good checkpoint can go back to it."""
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
-    """Returns ` (did you mean X?)` with the name that is most like the word, or nothing if none is."""
+def nearest(word: str, names: Iterable[str], prefix: str = "") -> str:
+    """Returns ` (did you mean X?)` with the name that is most like the word, or nothing if none is.
+
+    `prefix` is shown before the name, such as the folder that it is in.
+    """
     matches = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
 
 def reason(error: Exception) -> str:

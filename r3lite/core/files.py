@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from r3lite.core.errors import R3LiteError, UsageError, explained, reason
+from r3lite.core.errors import R3LiteError, UsageError, explained, nearest, reason
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
@@ -368,12 +368,26 @@ def _object(line: bytes) -> dict | None:
     return value
 
 
+def similar_path(path: str | Path) -> str:
+    """Returns ` (did you mean X?)` for a path that does not exist, with the one in the same folder whose name is most
+    like its own; nothing if none is."""
+    path = Path(path)
+    names: set[str] = set()
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        names = names_in(path.parent)
+    return nearest(path.name, names, prefix=str(path).removesuffix(path.name))
+
+
 def check_regular(path: str | Path, remedy: str) -> None:
     """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
     with explained(
         (OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"
     ):  # ValueError: a name that no file can have
-        mode = os.stat(path).st_mode
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError as error:
+            cause = f"{path} cannot be read: No such file or directory{similar_path(path)}"
+            raise R3LiteError(cause, remedy, code="file-unreadable") from error
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise R3LiteError(f"{path} is a {kind}, not a file", remedy, code="not-a-file")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from r3lite.core.config import Origin, flag, flat, input_path, kinds_of, sections
-from r3lite.core.errors import R3LiteError, nearest
-from r3lite.core.files import shipped
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped, similar_path
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,10 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
             for entry in entries:
                 path = entry.rpartition("=")[2] if path_trait.has_names else entry
                 if not (exists(path) or path_trait.named(path)):
-                    cause = f"{flag(name)} {path}: no such {path_trait.noun}{_beside(path)}"
+                    cause = f"{flag(name)} {path}: no such {path_trait.noun}{similar_path(path)}"
                     yield MissingInput(cause, path_trait.remedy)
 
 
 def exists(path: str) -> bool:
     """Tells whether a path exists, from here or among what travels with r3lite, such as its prompts."""
     return Path(path).exists() or shipped(path).exists()
-
-
-def _beside(path: str) -> str:
-    """Returns ` (did you mean X?)` with the name in the same folder that is most like the last part of a path."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        return ""
-    names = {entry.name: str(folder / entry.name) for entry in folder.iterdir()}
-    guess = nearest(Path(path).name, names)
-    for name, sibling in names.items():
-        guess = guess.replace(f"mean {name}?", f"mean {sibling}?")
-    return guess

@@ -18,6 +18,7 @@ from r3lite.core.errors import R3LiteError
 
 MAX_DEPTH = 100  # of nested lists and objects: recursive code such as json.dumps fails at about 1,000
 WHOLE = 2**63 - 1  # the largest whole number that tensors, FAISS and other programs' JSON take
+MAX_KEYS = 8  # of an object that an error lists
 REQUIRED: Any = object()  # the default of a field that must be there
 
 
@@ -171,8 +172,17 @@ class Record:
         """Returns the exception for a field that is not what is wanted, such as `text`."""
         value = self.values.get(key)
         if value is None:
-            return self.error(f"{self.path}{key} is missing")
+            return self.error(f"{self.path}{key} is missing{self.keys_in_words()}")
         return self.error(f"{self.path}{key} is {shown(value)}, not {wanted}")
+
+    def keys_in_words(self) -> str:
+        """Returns which keys the object has, for an error about one that it lacks; nothing if it is empty."""
+        keys = [shown(key) for key in self.values if key in self]
+        if not keys:
+            return ""
+        if len(keys) > MAX_KEYS:
+            keys[MAX_KEYS:] = ["..."]
+        return f"; its keys are {', '.join(keys)}"
 
     def first(self, *keys: str) -> str:
         """Returns the first of several spellings of a key that is there; if none is, the first spelling."""

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import similar_path
 from r3lite.settings.data import NAME_DATA
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
@@ -43,7 +44,7 @@ def files_of(data: str) -> list[Path]:
         return _download(repository, subset, split)
     if path.is_dir():
         raise R3LiteError(f"--data {data} is a folder", "Pass a file in it.", code="data-is-folder")
-    raise R3LiteError(f"--data {data}: no such file", NAME_DATA, code="data-absent")
+    raise R3LiteError(f"--data {data}: no such file{similar_path(data)}", NAME_DATA, code="data-absent")
 
 
 def hub_string(data: str) -> tuple[str, str, str] | None:

@@ -103,7 +103,7 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
             text = number_text(answer)
         texts.append(" ".join(text.split()))
     if not any(texts):
-        raise row.error(f"no answer ({', '.join(map(repr, keys))})")
+        raise row.error(f"no answer ({', '.join(map(repr, keys))}){row.keys_in_words()}")
     texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
     return tuple(dict.fromkeys(text for text in texts if text))
 

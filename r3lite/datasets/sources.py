@@ -7,7 +7,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
@@ -262,35 +261,3 @@ def _named(entry: SourceEntry) -> Iterator[None]:
     except R3LiteError as error:
         cause = error.cause.removeprefix("--data ")
         raise R3LiteError(f"the source {entry['name']}: {cause}", error.remedy, code="bad-source") from error
-
-
-def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:
-    """Returns the sources with their shares of the draws and `counts` of their rows, for --dry-run; nothing without
-    sources."""
-    entries = mixture.sources or ()
-    if not entries:
-        return ""
-    total = sum(entry["weight"] for entry in entries)
-    width = max(len(entry["name"]) for entry in entries)
-    lines = ["Sources: share of the samples, type, format and rows"]
-    for entry in entries:
-        name = entry["name"]
-        share = entry["weight"] / total
-        kind = entry.get("type", "any")
-        format = "chat"
-        if has_steps(entry):
-            format = entry.get("format", settings.format)
-        lines.append(f"  {name:<{width}}  {share:6.1%}  {kind:<16}  {format:<8}  {counts[name]:>7} of {entry['file']}")
-    return "\n".join([*lines, "", ""])
-
-
-def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
-    """Returns the first of the files that is not on this machine, such as a hub string; --data if nothing is named;
-    None if all are there."""
-    paths = [entry["file"] for entry in entries_of(data, mixture)] or [data.data]
-    for path in paths:
-        if not path:
-            return "--data"
-        if not Path(path).exists():
-            return path
-    return None

@@ -2,13 +2,13 @@
 (extra gguf), which this file imports.
 
 Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there),
-Granite 3, SmolLM3 and LFM2. Norms, biases and convolutions stay in fp32, as there.
+Granite 3, SmolLM3, LFM2 and Gemma 3. Norms, biases and convolutions stay in fp32, as there.
 """
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,15 @@ from tqdm import tqdm
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, move, read_record
+from r3lite.core.records import Record
 from r3lite.exporting.chats import trained_template
-from r3lite.models import lora
+from r3lite.models import gemma, gguf_tokenizer, lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig
-from r3lite.models.gguf_files import LIKE_LLAMA, ROPE, Header, gguf_name, heads_of, row_order
-from r3lite.models.gguf_tokenizer import SPLITS, split_of
+from r3lite.models.gguf_files import GEMMA3, LIKE_LLAMA, ROPE, Header, gguf_name, heads_of, row_order, shift_of
+from r3lite.models.gguf_tokenizer import BYTES, SENTENCEPIECE, SENTENCEPIECE_SPLIT, SPACE, SPLITS, split_of
 from r3lite.models.layer_kinds import NO_ROPE_INTERVAL
 from r3lite.models.lfm2 import TAPS, Lfm2Layer
-from r3lite.models.rotary import divisor_factors, rotary_divisors
+from r3lite.models.rotary import LinearScaling, Rope, divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -64,22 +65,28 @@ def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name:
         _add_tensors(writer, model, lora.adapter_parameters(model, adapter), weights)
 
 
-def _name(path: str) -> str:
+def _name(path: str, architecture: str) -> str:
     """Returns GGUF's name of a tensor of a checkpoint, or of a parameter of an adapter."""
     if "lora_" not in path:
-        return gguf_name(path)
+        return gguf_name(path, architecture)
     linear, side, _ = path.removeprefix("base_model.model.").rsplit(".", 2)
-    return f"{gguf_name(linear)}.weight.{ENDINGS[side]}"
+    return f"{gguf_name(linear, architecture)}.weight.{ENDINGS[side]}"
 
 
 def _architecture(config: ModelConfig) -> str:
     """Returns llama.cpp's name of a model's network; raises R3LiteError if r3lite writes no such files."""
     if config.layer is Lfm2Layer and config.rope_scaling is None:
         return "lfm2"
+    if config.layer is gemma.GemmaLayer and _is_gemma3(config):
+        return GEMMA3
     has_windows = any(kind.window for kind in config.layer_kinds)
     if config.layer or has_windows or (config.layer_kinds and not _is_smollm3(config)):
-        cause = "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows and of lfm2"
-        raise R3LiteError(f"{cause}, not of this model", REMEDY, code="gguf-family")
+        raise R3LiteError(
+            "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows, of lfm2 and "
+            "of gemma3 with windows as in the published models, not of this model",
+            REMEDY,
+            code="gguf-family",
+        )
     if config.layer_kinds:
         return "smollm3"
     if config.attention_scale is not None:
@@ -94,6 +101,24 @@ def _is_smollm3(config: ModelConfig) -> bool:
     for layer, kind in enumerate(config.layer_kinds):
         is_without_positions = kind.rope is None
         if is_without_positions != ((layer + 1) % NO_ROPE_INTERVAL == 0):
+            return False
+    return True
+
+
+def _is_gemma3(config: ModelConfig) -> bool:
+    """Returns whether windows, positions and attention scale are those that llama.cpp takes for granted."""
+    width = gemma.attention_width(
+        config.num_hidden_layers,
+        head_dim=config.head_dim,
+        hidden_per_head=config.hidden_size / config.num_attention_heads,
+    )
+    if config.attention_scale != width**-0.5:
+        return False
+    for layer, kind in enumerate(config.layer_kinds):
+        has_window = (layer + 1) % gemma.PATTERN != 0
+        if has_window != bool(kind.window):
+            return False
+        if has_window and kind.rope != Rope(gemma.LOCAL_THETA):
             return False
     return True
 
@@ -136,7 +161,11 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(_kv_heads(config))
-    writer.add_rope_freq_base(config.rope_theta)
+    rope = _rope(config)
+    writer.add_rope_freq_base(rope.theta)
+    if isinstance(rope.scaling, LinearScaling):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.scaling.factor)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture = _architecture(config)
@@ -149,6 +178,8 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
         writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
     if architecture in LIKE_LLAMA:
         writer.add_rope_dimension_count(config.head_dim)
+    if architecture == GEMMA3:
+        writer.add_sliding_window(config.kind(0).window)
     if architecture == "granite":
         # The residual multiplier is in the embedding's, and in the norms' eps: see models/granite.py.
         writer.add_residual_scale(1.0)
@@ -157,14 +188,23 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
         writer.add_logit_scale(config.logits_scaling)
 
 
+def _rope(config: ModelConfig) -> Rope:
+    """Returns the rotary positions of layers without a window."""
+    for kind in config.layer_kinds:
+        if kind.rope and not kind.window:
+            return kind.rope
+    return Rope(config.rope_theta, config.rope_scaling)
+
+
 def _kv_heads(config: ModelConfig) -> int | list[int]:
     """Returns the key/value heads of all layers, or of each if some have none."""
-    if not config.layer_kinds:
+    if not any(kind.taps for kind in config.layer_kinds):
         return config.num_key_value_heads
     return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
 
 
 def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
+    architecture = _architecture(model.config)
     for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
         type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
         kind = gguf.GGMLQuantizationType[type_name]
@@ -174,36 +214,38 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
         heads = _heads(model, name)
         if heads:
             numbers = numbers[np.argsort(row_order(len(numbers), heads))]
-        writer.add_tensor(_name(name), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        shift = shift_of(name, architecture)
+        if shift:
+            numbers = numbers + np.float32(shift)
+        writer.add_tensor(_name(name, architecture), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """Adds the byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
+    """Adds the BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model = record.record("model")
     split = split_of(record)
-    if model.text("type") != "BPE" or split is None:
-        sentencepiece = model.flag("byte_fallback", False) or model.text("type") == "Unigram"
+    is_sentencepiece = gguf_tokenizer.is_sentencepiece(record)
+    if model.text("type") != "BPE" or not (split or is_sentencepiece):
         problem = "the tokenizer splits text in an unsupported way"
-        if sentencepiece:
-            problem = "the tokenizer is SentencePiece"
-        raise record.error(f"{problem}; supported is byte-level BPE that llama.cpp calls {', '.join(SPLITS)}")
-    tokens = [f"[PAD{i}]" for i in range(rows)]
-    types = [gguf.TokenType.UNUSED] * rows
-    for token, id in model.record("vocab").values.items():
-        tokens[id] = token
-        types[id] = gguf.TokenType.NORMAL
-    for added in record.records("added_tokens"):
-        id = added.whole("id")
-        is_special = added.flag("special", False)
-        tokens[id] = added.text("content")
-        types[id] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.items("merges")]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
+        if model.flag("byte_fallback", False) or model.text("type") == "Unigram":
+            problem = "the tokenizer is SentencePiece, but not as Gemma's"
+        raise record.error(
+            f"{problem}; supported are Gemma's and byte-level BPE that llama.cpp calls {', '.join(SPLITS)}"
+        )
+    tokens, types = _tokens(record, rows, is_sentencepiece)
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.items("merges")]
+    if is_sentencepiece:
+        writer.add_tokenizer_model(SENTENCEPIECE)
+        writer.add_tokenizer_pre(SENTENCEPIECE_SPLIT)
+        writer.add_token_scores(_scores(record, merges, tokens=tokens, types=types))
+        writer.add_add_space_prefix(False)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
     ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
     for name, id in ids.items():
         getattr(writer, f"add_{name}_id")(id)
@@ -212,10 +254,67 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     writer.add_chat_template(trained_template(tokenizer))
 
 
+def _tokens(record: Record, rows: int, is_sentencepiece: bool) -> tuple[list[str], list[int]]:
+    """Returns the tokens of a `tokenizer.json`, and their types."""
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    types = [gguf.TokenType.UNUSED] * rows
+    for token, id in record.record("model").record("vocab").values.items():
+        tokens[id] = token
+        types[id] = gguf.TokenType.NORMAL
+    if is_sentencepiece:
+        for token in BYTES:
+            types[tokens.index(token)] = gguf.TokenType.BYTE
+    for added in record.records("added_tokens"):
+        token = added.text("content", blank=True)
+        is_special = added.flag("special", False)
+        if is_sentencepiece and SPACE in token and not is_special:
+            continue  # it is never in a text, but is merged from its spaces
+        id = added.whole("id")
+        tokens[id] = token
+        types[id] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
+    return tokens, types
+
+
+def _scores(
+    record: Record,
+    merges: Sequence[tuple[str, str]],
+    tokens: Sequence[str],
+    types: Sequence[int],
+) -> list[float]:
+    """Returns scores with which llama.cpp merges as a `tokenizer.json` does: of two tokens any that together are one.
+
+    R3LiteError if it does not merge some of these, or those of one result not one after another.
+    """
+    ranks: dict[str, int] = {}
+    previous = None
+    for left, right in merges:
+        result = left + right
+        if result != previous and result in ranks:
+            raise record.error(f"the merges that give {result!r} are apart, which scores of tokens cannot say")
+        ranks.setdefault(result, len(ranks))
+        previous = result
+    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
+    present = set(tokens)
+    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.NORMAL}
+    expected = set()
+    for left, right in merges:
+        if left + right in normal and left in present and right in present:
+            expected.add((left, right))
+    missing = set(gguf_tokenizer.merges_by_score(tokens, types, scores)) - expected
+    if missing:
+        raise record.error(f"the merges lack {min(missing)}, which llama.cpp would merge")
+    return scores
+
+
 @torch.no_grad()
 def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
     """Puts the weights of a file into a model of the same sizes, or into its adapter."""
     tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
+    architecture = _architecture(model.config)
     for name, tensor in tensors.items():
-        stored = replace(header.tensors[_name(name)], heads=_heads(model, name))
+        stored = replace(
+            header.tensors[_name(name, architecture)],
+            heads=_heads(model, name),
+            shift=shift_of(name, architecture),
+        )
         tensor.copy_(stored[:].view_as(tensor))

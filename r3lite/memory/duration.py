@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.memory.planner import as_teacher, delta_heads, kinds, layers_bytes, linears, runs_graphs, sizes
+from r3lite.memory.layer_tensors import delta_heads, layer_tensors, layers_by_taps, tensor_sizes
+from r3lite.memory.planner import as_teacher, layers_bytes, runs_graphs
 from r3lite.memory.work import Workload
 from r3lite.models.gated_delta import CHUNK
 
@@ -27,6 +28,7 @@ OTHER_KERNELS = 60  # of a pass, outside of its layers
 LAUNCHES = 10.0
 LAUNCHES_IN_GRAPH = 1.5  # the same in a CUDA graph
 TRAINED_BYTES = 40  # in full fine-tuning an optimizer step moves so many bytes for each weight
+EXAMPLE_ROWS = 1000  # of SFT whose data are not known
 UNITS = (  # name of a unit, its seconds, and the least seconds that are stated in it
     ("days", 86400, 2 * 86400),
     ("h", 3600, 2 * 3600),
@@ -86,13 +88,13 @@ def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: flo
     m = w.model
     layers = m.num_hidden_layers
     weights = 0
-    for taps, count in kinds(m).items():
-        weights += count * sum(out * into for out, into in linears(m, taps).values())
-    attention = kinds(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
+    for taps, count in layers_by_taps(m).items():
+        weights += count * sum(out * into for out, into in layer_tensors(m, taps).linears.values())
+    attention = layers_by_taps(m)[0] * 4 * m.num_attention_heads * m.head_dim * keys  # operations of a token
     kernels = layers * (FORWARD_KERNELS + (NF4_KERNELS if memory.nf4 else 0))
     if delta_heads(m):
         chunks = math.ceil(min(tokens / passes, w.row_tokens) / CHUNK)
-        kernels += (layers - kinds(m)[0]) * chunks * RULE_KERNELS
+        kernels += (layers - layers_by_taps(m)[0]) * chunks * RULE_KERNELS
     return Cost(
         moved=passes * weights * bytes_per_weight(w, memory),
         operations=tokens * (2 * weights + attention),
@@ -141,7 +143,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if runs_graphs(w, memory):
         step = replace(step, launches=step.launches * LAUNCHES_IN_GRAPH / LAUNCHES)
-    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * kinds(m)[0]  # of a token: its keys and values
+    cached_numbers = 2 * m.num_key_value_heads * m.head_dim * layers_by_taps(m)[0]  # of a token: its keys and values
     cache = Cost(moved=rows * slots * cached_numbers * w.element)
     return step + head(w, passes=1, tokens=rows) + cache
 
@@ -186,7 +188,7 @@ def update(w: Workload, memory: Memory) -> Cost:
     cost += Cost(launches=backward_launches)
     cost += head(w, packs.passes, packs.loss_tokens, products=3 if w.full_tuning else 2)
     if w.full_tuning:
-        weights = sum(map(sum, sizes(w.model)))
+        weights = sum(map(sum, tensor_sizes(w.model)))
         cost += Cost(moved=TRAINED_BYTES * weights, operations=forward_cost.operations)
     return cost * steps
 
@@ -257,11 +259,21 @@ class Duration:
             message += f", without up to {w.refills} refills"
         if self.validation_seconds:
             message += f"; {in_words(self.validation_seconds)} for a validation"
-        if self.run_seconds:
-            message += f"; {in_words(self.run_seconds)} for the run of {w.steps:,}"
-        elif w.trains:
-            message += "; --max-steps sets how many the run takes"
+        if w.trains:
+            message += f"; {self._whole_run()}"
         return f"{message}. Within a factor of two, {self._origin()}"
+
+    def _whole_run(self) -> str:
+        """Says how long the run takes. If its length is not known, says what sets it, and for SFT gives an example."""
+        w = self.workload
+        if self.run_seconds:
+            return f"{in_words(self.run_seconds)} for the run of {run_length(w)}"
+        deciding = "--data or --max-steps sets how many the run takes"
+        if w.episodes:
+            return deciding
+        example = replace(w, steps=math.ceil(EXAMPLE_ROWS / w.step_rows))
+        seconds = example.steps * self.seconds
+        return f"{in_words(seconds)} for {run_length(example)}, a pass over {EXAMPLE_ROWS:,} rows; {deciding}"
 
     def _origin(self) -> str:
         """Says which speeds the prediction comes from."""
@@ -283,6 +295,15 @@ class Duration:
         if self.validation_seconds:
             record["validation"] = round(self.validation_seconds, 4)
         return record | {"device": speeds.name, "speeds_from": speeds.source}
+
+
+def run_length(w: Workload) -> str:
+    """Returns the number of steps or rounds of a run in words; nothing if it is not known."""
+    if not w.steps:
+        return ""
+    unit = "round" if w.episodes else "step"
+    plural = "s" if w.steps > 1 else ""
+    return f"{w.steps:,} {unit}{plural}"
 
 
 def predict(w: Workload, memory: Memory) -> Duration | None:

@@ -125,9 +125,13 @@ class Plan:
         """Returns one line on time for the start of a run."""
         if self.duration:
             return f"time: {self.duration.line()}"
+        line = f"time: {UNKNOWN}"
         if self.workload.on_cuda:
-            return f"time: {UNKNOWN}; plan --card predicts it for known GPUs"
-        return f"time: {UNKNOWN}"
+            line += "; plan --card predicts it for known GPUs"
+        length = duration.run_length(self.workload)
+        if length:
+            line += f". The run has {length}"
+        return line
 
 
 def _cell(size: int | None) -> str:

@@ -5,7 +5,6 @@ nothing is loaded to find them. They follow what `models` keeps: `activation_che
 a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -15,16 +14,20 @@ from typing import NamedTuple
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import GRAIN
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
+from r3lite.memory.layer_tensors import adapted, delta_heads, layer_taps, layer_tensors, layers_by_taps, tensor_sizes
+from r3lite.memory.mixers import (
+    FP32,
+    activation_bytes,
+    key_value_size,
+    mixer_sizes,
+    query_size,
+    rule_backward,
+    rule_forward,
+)
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
-from r3lite.models.causal_lm import ModelConfig
-from r3lite.models.gated_delta import CHUNK, TOGETHER, DeltaHeads
-from r3lite.models.gemma import GemmaLayer
-from r3lite.models.granite import GraniteHybridLayer
 from r3lite.models.kv_cache import BLOCK
-from r3lite.models.lfm2 import Lfm2Layer
-from r3lite.models.projections import of_model
 from r3lite.models.stacks import stacks
 from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
 
@@ -32,8 +35,6 @@ Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
 MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
 BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
-FP32 = 4  # bytes of a number
-BIASED = ("q_proj", "k_proj", "v_proj")  # projections that have a bias in some families
 
 
 def rounded(size: float) -> int:
@@ -41,86 +42,32 @@ def rounded(size: float) -> int:
     return -(-int(size) // GRAIN) * GRAIN
 
 
-def largest(moments: list[Parts] | Iterator[Parts]) -> Parts:
-    """Returns those parts that take the most in all."""
-    return max(moments, key=lambda parts: sum(parts.values()))
+def largest(candidates: list[Parts] | Iterator[Parts]) -> Parts:
+    """Returns the parts of that point of time, among the candidates, at which they take the most in all."""
+    return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-def layer_taps(m: ModelConfig) -> list[int]:
-    """Returns the taps of the convolution of each layer; 0 if it attends. Layers of a model differ in nothing else."""
-    return [m.kind(layer).taps for layer in range(m.num_hidden_layers)]
-
-
-def kinds(m: ModelConfig) -> Counter[int]:
-    """Returns how many layers have convolutions of so many taps; 0 taps are those that attend."""
-    return Counter(layer_taps(m))
-
-
-def delta_heads(m: ModelConfig) -> DeltaHeads | None:
-    """Returns the heads of the gated delta rule, if the layers with convolutions have that behind them."""
-    return next((kind.delta for kind in m.layer_kinds if kind.delta), None)
-
-
-def linears(m: ModelConfig, taps: int) -> dict[str, tuple[int, int]]:
-    """Returns (out, in) of the projections of a layer of one kind: seven, or less if some are one matrix."""
-    hidden = m.hidden_size
-    inner = m.intermediate_size
-    queries = _queries(m)
-    delta = delta_heads(m)
-    keys = m.num_key_value_heads * m.head_dim
-    shapes = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
-    if m.layer is Lfm2Layer:
-        if taps:
-            shapes = {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
-        else:
-            shapes["out_proj"] = shapes.pop("o_proj")
-        return shapes | {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
-    if delta and taps:
-        values = delta.sizes[2]
-        shapes = {
-            "in_proj_qkv": (sum(delta.sizes), hidden),
-            "in_proj_z": (values, hidden),
-            "in_proj_b": (delta.values, hidden),
-            "in_proj_a": (delta.values, hidden),
-            "out_proj": (hidden, values),
-        }
-    elif delta:
-        shapes["q_proj"] = (2 * queries, hidden)  # with a gate for each
-    if m.layer is GraniteHybridLayer:
-        return shapes | {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
-    return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-
-
-def projection_names(m: ModelConfig) -> set[str]:
-    """Returns the names of the projections of all layers."""
-    return {name for taps in kinds(m) for name in linears(m, taps)}
-
-
-def adapted(w: Workload, taps: int) -> tuple[str, ...]:
-    """Returns the projections of a layer that have an adapter."""
-    return of_model(w.targets, linears(w.model, taps))
-
-
-# Weights, adapters and moments
+# Weights, adapters and the optimizer's moments
 
 
 def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
-    """Returns the bytes of the frozen base on the device: of one that is streamed two layers, head and final norm."""
+    """Returns the bytes of the frozen base on the device.
+
+    With streaming the layers, and one of the two tables, are on the host; the device has memory for two layers.
+    """
     m = w.model
-    layers = layers_bytes(w, quantized)
-    tables = 1 if m.tie_word_embeddings else 2
+    norm = rounded(m.hidden_size * w.element)
     if streamed:
         taps = layer_taps(m)
-        turns = [set(taps[turn::2]) for turn in (0, 1)]  # the even layers have one place, the odd ones another
-        layers = sum(max(layer_bytes(w, quantized, kind) for kind in turn) for turn in turns if turn)
-        tables = 1
-    norm = rounded(m.hidden_size * w.element)
-    return layers + tables * _table(w) + norm
+        layers = 0
+        for taps_of_slot in (
+            set(taps[0::2]),
+            set(taps[1::2]),
+        ):  # even layers take turns in one slot, odd ones in the other
+            layers += max((layer_bytes(w, quantized, taps=count) for count in taps_of_slot), default=0)
+        return layers + _table(w) + norm
+    tables = 1 if m.tie_word_embeddings else 2
+    return layers_bytes(w, quantized) + tables * _table(w) + norm
 
 
 def host_bytes(w: Workload, memory: Memory) -> int:
@@ -129,7 +76,7 @@ def host_bytes(w: Workload, memory: Memory) -> int:
     PyTorch pins memory in pieces whose sizes are powers of two (c10's CachingHostAllocator).
     """
     size = 0 if w.model.tie_word_embeddings else _table(w)
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         layer = layer_bytes(w, memory.nf4, taps)
         if w.on_cuda:
             layer = 1 << (layer - 1).bit_length()
@@ -144,17 +91,18 @@ def _table(w: Workload) -> int:
 
 def layers_bytes(w: Workload, quantized: bool) -> int:
     """Returns the bytes of the frozen weights of all layers."""
-    return sum(count * layer_bytes(w, quantized, taps) for taps, count in kinds(w.model).items())
+    return sum(count * layer_bytes(w, quantized, taps) for taps, count in layers_by_taps(w.model).items())
 
 
 def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
     """Returns the bytes of the frozen weights of a layer of one kind."""
     m = w.model
-    shapes = linears(m, taps)
-    layer = _norms(m) * rounded(m.hidden_size * w.element)
-    layer += sum(rounded(count * w.element) for count in _small_sizes(m, taps))
-    if m.qkv_bias:
-        layer += rounded(sum(shapes[name][0] for name in BIASED) * w.element)
+    tensors = layer_tensors(m, taps)
+    shapes = tensors.linears
+    layer = tensors.norms * rounded(m.hidden_size * w.element)
+    layer += sum(rounded(count * w.element) for count in tensors.others)
+    if tensors.biases:
+        layer += rounded(sum(tensors.biases) * w.element)
     for stack in stacks(shapes):
         weights = [shapes[name][0] * shapes[name][1] for name in stack]
         layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * w.element)
@@ -164,7 +112,10 @@ def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
 
 
 def _bytes_beyond_own_nf4(packed: nf4.Packed, element: int) -> int:
-    """Returns what the layers of a folder in NF4 take beyond what they would if r3lite had quantized them all."""
+    """Returns how many more bytes a folder in NF4 takes than r3lite's own quantization of the same layers.
+
+    It may have left some layers dense, and may have some scales in fp32.
+    """
     bytes_of_group = 2 * FP32  # scale and mean of the absmax of its blocks
     bytes_of_block = 1 + bytes_of_group / nf4.GROUP  # an absmax in 8 bits, and its part of the group's
     bytes_of_weight = 1 / 2 + bytes_of_block / nf4.BLOCK  # a code of 4 bits, and its part of the block's
@@ -182,11 +133,15 @@ def _nf4_bytes(weights: list[int]) -> int:
 
 
 def adapter_bytes(w: Workload) -> int:
-    """Returns the bytes of one adapter in fp32, the A of a stack together; its gradients are as large."""
-    row = 4 * w.lora_r  # bytes of the numbers that belong to one input or output
+    """Returns the bytes of one adapter in fp32; its gradients are as large.
+
+    The A matrices of projections that read the same x (a stack, such as q, k and v) are one allocation, each B is its
+    own.
+    """
+    row = FP32 * w.lora_r  # bytes of the numbers that belong to one input or output
     size = 0
-    for taps, count in kinds(w.model).items():
-        shapes = linears(w.model, taps)
+    for taps, count in layers_by_taps(w.model).items():
+        shapes = layer_tensors(w.model, taps).linears
         names = adapted(w, taps)
         layer = sum(rounded(row * shapes[name][0]) for name in names)
         for stack in stacks(names):
@@ -204,17 +159,17 @@ def _cast_bytes(w: Workload) -> int:
 def _adapter_tensors(w: Workload) -> list[int]:
     """Returns the bytes of each tensor of an adapter, each for itself."""
     tensors = []
-    for taps, count in kinds(w.model).items():
-        shapes = linears(w.model, taps)
+    for taps, count in layers_by_taps(w.model).items():
+        shapes = layer_tensors(w.model, taps).linears
         for name in adapted(w, taps):
-            tensors += [rounded(4 * w.lora_r * side) for side in shapes[name]] * count
+            tensors += [rounded(FP32 * w.lora_r * side) for side in shapes[name]] * count
     return tensors
 
 
 def _moment_bytes(w: Workload) -> int:
     """Returns the bytes of the two moments of each trained weight, and of AdamW's count of steps."""
     if w.full_tuning:
-        of_layers, of_others = sizes(w.model)
+        of_layers, of_others = tensor_sizes(w.model)
         return sum(2 * _moment8(count) + GRAIN for count in of_layers + of_others)
     return sum(2 * size + GRAIN for size in _adapter_tensors(w))
 
@@ -222,35 +177,6 @@ def _moment_bytes(w: Workload) -> int:
 def copy_bytes(w: Workload) -> int:
     """Returns the bytes of a copy of the adapter's weights and moments: see training/kl_budget.py."""
     return sum(_adapter_tensors(w)) + _moment_bytes(w)
-
-
-def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
-    """Returns how many numbers each tensor of a layer has, of all layers, and each of the other tensors."""
-    layers = []
-    for taps, count in kinds(m).items():
-        layers += _layer_sizes(m, taps) * count
-    tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
-    return layers, [m.hidden_size, *tables]
-
-
-def _layer_sizes(m: ModelConfig, taps: int) -> list[int]:
-    """Returns how many numbers each tensor of a layer of one kind has."""
-    shapes = linears(m, taps)
-    layer = [out * into for out, into in shapes.values()]
-    if m.qkv_bias:
-        layer += [shapes[name][0] for name in BIASED]
-    layer += [m.hidden_size] * _norms(m)
-    return layer + _small_sizes(m, taps)
-
-
-def _small_sizes(m: ModelConfig, taps: int) -> list[int]:
-    """Returns how many numbers convolutions and norms of heads have, and what a gated delta rule has besides."""
-    delta = delta_heads(m)
-    if taps and delta:
-        return [sum(delta.sizes) * taps, delta.value_dim, delta.values, delta.values]
-    if taps:
-        return [m.hidden_size * taps]
-    return [m.head_dim, m.head_dim] if m.qk_norm else []
 
 
 def _moment8(count: int) -> int:
@@ -332,7 +258,9 @@ def allocated(w: Workload, memory: Memory) -> int:
 
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading: the embedding beside its view of the file, or the last linear beside all weights."""
-    largest_linear = max(out * into for taps in kinds(w.model) for out, into in linears(w.model, taps).values())
+    largest_linear = max(
+        out * into for taps in layers_by_taps(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
+    )
     last = largest_linear * w.element
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
     if w.on_cuda:  # the file's view is the host's
@@ -357,12 +285,11 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
         temporary = nf4.TILE * (index + 2 * FP32)  # and one in fp32, beside those of the tile before
     else:
         temporary = weights * (index + FP32)
-    absmax = weights // nf4.BLOCK * 2 * FP32  # of each weight, and of all of them joined
+    absmax = weights // nf4.BLOCK * 2 * FP32  # in fp32 twice: of each matrix, and of all joined
     return weights * w.element + absmax + temporary
 
 
-# The factors of the functions below count, per token, the tensors of models/causal_lm.py that exist at once, by their
-# widths. They were found by counting live tensors: bench/memory.py holds the sums against measured peaks.
+# The factors count tensors that exist at once, as in memory/mixers.py.
 
 
 def _forward(w: Workload, memory: Memory, tokens: int) -> int:
@@ -372,12 +299,12 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     e = w.element
     tile = min(tokens, memory.mlp_tile)
     first_half = 0
-    for taps in kinds(w.model):
-        mixer = _mixer(w, taps)
+    for taps in layers_by_taps(w.model):
+        mixer = mixer_sizes(w, taps)
         size = tokens * (2 * hidden + mixer.forward) * e + _dense(w, memory, mixer.weights)
         first_half = max(first_half, size)
         if taps:
-            first_half = max(first_half, tokens * 2 * hidden * e + _rule_forward(w, tokens))
+            first_half = max(first_half, tokens * 2 * hidden * e + rule_forward(w, tokens))
     dense = _dense(w, memory, 2 * hidden * inner)
     gate_and_up = tile * 2 * inner * e
     product = tile * inner * e
@@ -412,7 +339,9 @@ def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     unshared = w.row_tokens - w.shared  # tokens of a row
     tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
-    loss_tokens = tokens - w.shared if w.episodes else tokens  # episodes share their prompt alone
+    loss_tokens = tokens
+    if w.episodes:  # all that they share is the prompt, on which no loss falls
+        loss_tokens -= w.shared
     shared_keys = rows * w.shared if rows > 1 else 0  # a row alone attends to its own keys
     return _Pass(tokens, loss_tokens, shared_keys)
 
@@ -420,7 +349,7 @@ def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
 def _score(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of a pass for log-probabilities: in a layer, or at the logits."""
     tokens, loss_tokens, shared_keys = _largest_pass(w, memory, w.scored_rows)
-    repeated = shared_keys * 2 * _queries(w.model) * w.element
+    repeated = shared_keys * 2 * query_size(w.model) * w.element
     masks = _window_mask_bytes(w, tokens, w.row_tokens)
     layer = {"live layer": _forward(w, memory, tokens) + repeated + masks}
     loss = {
@@ -486,7 +415,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
     slots = -(-tokens // BLOCK) * BLOCK
     size = 0
     growing = 0
-    for taps, count in kinds(w.model).items():
+    for taps, count in layers_by_taps(w.model).items():
         if taps and delta_heads(w.model):
             size += count * _state_bytes(w, rows, taps)
             continue
@@ -495,7 +424,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
             size += count * rounded(value * ring_slots(taps))
             grown = rounded(value * (taps - 1) * (slots // SAVED_EVERY))
         else:
-            grown = rounded(rows * _keys_and_values(w.model) * slots * w.element)
+            grown = rounded(rows * key_value_size(w.model) * slots * w.element)
         size += count * grown
         growing = max(growing, grown)
     return size + growing
@@ -517,10 +446,11 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn."""
     rows = min(memory.rollout_batch_size, w.episodes)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
-    graphs = runs_graphs(w, memory)  # they want a cache that does not move
-    cached = w.row_tokens if w.retrieves or graphs else w.reads
+    cached = w.reads
+    if w.retrieves or runs_graphs(w, memory):  # documents come when rows are nearly full; graphs allocate all at once
+        cached = w.row_tokens
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
-    masks += cached * 2 * _queries(w.model) * w.element  # one row's keys and values, for every head
+    masks += cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
     reading = {
         "KV cache": kv_bytes(w, rows, cached),
         "prefill": _forward(w, memory, together) + masks,
@@ -529,7 +459,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     sampling = rows * row_sampling
     has_drafts = w.draft_tokens and (memory.stream_layers or not w.on_cuda)
-    if has_drafts:  # of the rows that go on, logits are copied from those of all places
+    if has_drafts:  # beside the logits of all places, a copy of those from which the next token of each row is drawn
         drafting_rows = min(rows, DRAFTING_ROWS)
         places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, drafting_rows * row_sampling + places * logits)
@@ -540,130 +470,14 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     return largest([reading, drawing])
 
 
-# Layers
-
-
-def _queries(m: ModelConfig) -> int:
-    """Returns the numbers of a token's queries in a layer, and of its attention's output."""
-    return m.num_attention_heads * m.head_dim
-
-
-def _keys_and_values(m: ModelConfig) -> int:
-    """Returns the numbers of a token's keys and values in a layer."""
-    return 2 * m.num_key_value_heads * m.head_dim
-
-
-def _norms(m: ModelConfig) -> int:
-    """Returns how many norms of hidden states a layer has."""
-    return 4 if m.layer is GemmaLayer else 2
-
-
 def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
     """Returns the bytes of the masks of a pass over `tokens` tokens, of `keys` in a row: one for each window."""
     windows = {kind.window for kind in w.model.layer_kinds if kind.window is not None and kind.window < keys}
     return len(windows) * tokens * keys * w.element
 
 
-class _Mixer(NamedTuple):
-    """Sizes of what a layer has before its feed-forward network: an attention, a short convolution or a delta rule."""
-
-    forward: int  # numbers of a token that exist at once in a pass without gradients
-    activations: int  # numbers of a token that a backward pass needs
-    backward: int  # numbers of a token that exist at once in it
-    scales: int  # bytes of a token that it needs besides
-    weights: int  # of its largest product
-
-
-def _mixer(w: Workload, taps: int) -> _Mixer:
-    m = w.model
-    hidden = m.hidden_size
-    delta = delta_heads(m)
-    if taps and delta:
-        mixed = sum(delta.sizes)
-        values = delta.sizes[2]
-        projected = mixed + values + 2 * delta.values
-        return _Mixer(
-            # All that is projected, the rule's inputs and its output, this normalized, gates, and their product.
-            forward=projected + mixed + delta.values + 4 * values,
-            activations=projected + 2 * mixed + delta.values + 4 * values,  # and the convolution's output
-            backward=hidden + projected + 2 * mixed + delta.values + 6 * values,
-            scales=16 * delta.values + prod(delta.state_shape) * FP32 // CHUNK,
-            weights=hidden * projected,
-        )
-    if taps:
-        return _Mixer(
-            forward=5 * hidden,  # gates and values, their product, that with what comes before it, output
-            activations=5 * hidden,  # gates and values, output, output times its gate
-            backward=9 * hidden,
-            scales=0,
-            weights=3 * hidden * hidden,
-        )
-    queries = _queries(m)
-    keys_and_values = _keys_and_values(m)
-    gates = queries if delta else 0
-    return _Mixer(
-        forward=3 * queries + keys_and_values + 3 * gates,
-        activations=4 * queries + keys_and_values + 3 * gates,  # rotated, keys and values for every head, output
-        backward=8 * queries + keys_and_values + 3 * gates,
-        scales=4 * m.num_attention_heads + _head_norm_bytes(w),
-        weights=hidden * (queries + keys_and_values + gates),
-    )
-
-
-def _rule_forward(w: Workload, tokens: int) -> int:
-    """Returns the bytes that a gated delta rule takes without gradients, with what its layer holds meanwhile."""
-    delta = delta_heads(w.model)
-    if delta is None:
-        return 0
-    mixed = sum(delta.sizes)
-    values = delta.sizes[2]
-    held = 2 * mixed + 2 * values + 3 * delta.values  # projections, inputs and output
-    per_head = 4 * delta.key_dim + 4 * delta.value_dim + 5 * CHUNK  # numbers of a token in fp32
-    return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=4)
-
-
-def _rule_backward(w: Workload, tokens: int) -> int:
-    """Returns the bytes that the backward pass of a gated delta rule takes, with what its layer holds meanwhile."""
-    delta = delta_heads(w.model)
-    if delta is None:
-        return 0
-    mixed = sum(delta.sizes)
-    values = delta.sizes[2]
-    held = w.model.hidden_size + 4 * mixed + 3 * values + 4 * delta.values  # and gradients of inputs and output
-    per_head = 12 * delta.key_dim + 10 * delta.value_dim + 7 * CHUNK
-    return tokens * held * w.element + _chunk_bytes(w, tokens, per_head, states=1)
-
-
-def _chunk_bytes(w: Workload, tokens: int, per_head: int, states: int) -> int:
-    """Returns the bytes of the chunks of tokens that are computed at once: one of each row of the pass."""
-    delta = delta_heads(w.model)
-    rows = -(-tokens // w.row_tokens)
-    of_keys = 0 if delta.keys == delta.values else -2 * delta.key_dim * (delta.values - delta.keys)
-    chunk = CHUNK * (delta.values * per_head + of_keys) + states * prod(delta.state_shape)
-    return min(rows, TOGETHER) * chunk * FP32
-
-
-def _activation_bytes(w: Workload, taps: int) -> int:
-    """Returns the bytes per token of activations that a layer which is not recomputed keeps, without its input."""
-    m = w.model
-    mixer = _mixer(w, taps)
-    norms = (1 + _norms(m)) * m.hidden_size  # norm, middle, norm; norms of outputs keep these
-    feed_forward = 3 * m.intermediate_size  # gate, up, their product
-    numbers = norms + mixer.activations + feed_forward + len(adapted(w, taps)) * w.lora_r
-    return w.element * numbers + 4 * _norms(m) + mixer.scales
-
-
-def _head_norm_bytes(w: Workload) -> int:
-    """Returns the bytes per token of what the norms of heads keep: their input, and a scale for each head."""
-    m = w.model
-    if not m.qk_norm:
-        return 0
-    heads = m.num_attention_heads + m.num_key_value_heads
-    return (_queries(m) + _keys_and_values(m)) * w.element + 4 * heads
-
-
 class _Backward(NamedTuple):
-    """Sizes that the moments of a backward pass have in common."""
+    """Sizes that every point of time in a backward pass has in common."""
 
     tokens: int
     loss_tokens: int
@@ -701,14 +515,14 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
         inputs_here=inputs_here,
         rotary=sum(2 * tokens * (rope.dims or m.head_dim) * w.element for rope in ropes),
         masks=masks,
-        repeated=shared_keys * 2 * _queries(m) * w.element,
-        joined=tokens * _queries(m) * w.element if tokens > w.row_tokens else 0,
+        repeated=shared_keys * 2 * query_size(m) * w.element,
+        joined=tokens * query_size(m) * w.element if tokens > w.row_tokens else 0,
         accumulated=adapter_bytes(w) if accumulates else 0,
     )
 
 
 def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
-    """Yields the moments that may be the peak of a backward pass."""
+    """Yields what is held at those points of time in a backward pass that may be its peak."""
     m = w.model
     layers = m.num_hidden_layers
     b = _backward(w, memory)
@@ -716,7 +530,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     taps_of_layers = layer_taps(m)
     kept = 0
     for taps in taps_of_layers[b.recomputed :]:
-        kept += b.tokens * _activation_bytes(w, taps) + b.layer_input
+        kept += b.tokens * activation_bytes(w, taps) + b.layer_input
         if not taps:
             kept += b.repeated + b.joined
     kept_layers = {"kept layers": kept}
@@ -737,7 +551,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if not b.recomputed:
         return
     if w.full_tuning:
-        accumulated += max(sum(_layer_sizes(m, taps)) for taps in kinds(m)) * w.element
+        accumulated += max(sum(layer_tensors(m, taps).sizes) for taps in layers_by_taps(m)) * w.element
     # Of each kind the last recomputed layer, when most inputs are there, and the first, when most gradients are.
     first_layers: dict[int, int] = {}
     last_layers: dict[int, int] = {}
@@ -775,9 +589,9 @@ def _live_bytes_of_recomputed(
     e = w.element
     hidden = m.hidden_size
     inner = m.intermediate_size
-    mixer = _mixer(w, taps)
+    mixer = mixer_sizes(w, taps)
     tile = min(b.tokens, memory.mlp_tile)
-    outputs = (_norms(m) - 2) // 2 * hidden  # that the norm of an output keeps
+    outputs = (layer_tensors(m, taps).norms - 2) // 2 * hidden  # that the norm of an output keeps
     tile_inner = tile * inner * e
     inside = max(
         5 * tile_inner,
@@ -790,5 +604,5 @@ def _live_bytes_of_recomputed(
     if not taps:
         first_half += b.repeated + b.joined
     else:
-        first_half = max(first_half, b.tokens * 3 * hidden * e + _rule_backward(w, b.tokens))
+        first_half = max(first_half, b.tokens * 3 * hidden * e + rule_backward(w, b.tokens))
     return max(second_half, first_half) + b.tokens * (mixer.scales + 8 * w.lora_r)

@@ -12,7 +12,7 @@ from r3lite.devices.cards import CARDS, card, similar_names
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.memory.cuda_parts import LAPTOP, of_this_card
 from r3lite.memory.known_models import KNOWN
-from r3lite.memory.planner import layer_taps, linears
+from r3lite.memory.layer_tensors import layer_taps, layer_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import bitsandbytes_weights, nf4
 from r3lite.models.causal_lm import ModelConfig
@@ -64,7 +64,7 @@ def _packed(folder: Path) -> Packed | None:
     packed = 0
     for layer, taps in enumerate(layer_taps(config)):
         names = {path.rpartition(".")[2] for path in paths if path.startswith(f"model.layers.{layer}.")}
-        for name, (out, into) in linears(config, taps).items():
+        for name, (out, into) in layer_tensors(config, taps).linears.items():
             all_weights += out * into
             if name in names:
                 packed += out * into

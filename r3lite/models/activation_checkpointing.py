@@ -32,7 +32,7 @@ def enable(model: CausalLM, grant: Grant) -> None:
         grant,
         switch=switch_of(model),
         device=model.head_weight.device,
-        stream=model.stream,
+        stream=model.layer_stream,
     )
     model.run_layer = runner.run
 

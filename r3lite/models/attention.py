@@ -51,7 +51,7 @@ class AttentionContext(Protocol):
         is [C, taps]. See functions.causal_convolution.
         """
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,
@@ -95,7 +95,7 @@ class CausalRows:
     ) -> Tensor:
         return causal_convolution(preceded_by_zeros(x, weight), weight)
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,

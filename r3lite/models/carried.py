@@ -122,6 +122,7 @@ class RingSlots(NamedTuple):
 class PrefillSlots(NamedTuple):
     """The slots of a ring of the tokens of a prefill, and of those before them; and where they are saved."""
 
+    shares: list[slice]  # of the N tokens, by parts
     rows: Tensor  # [parts]
     before: Tensor  # [parts, taps - 1]
     written: Tensor  # [3, n]: tokens, rows and slots
@@ -166,9 +167,11 @@ class Ring:
         self,
         x: Tensor,
         weight: Tensor,
-        slots: RingSlots,
+        slots: RingSlots | PrefillSlots,
     ) -> Tensor:
         """Writes x [N, C]; returns its causal convolution [N, C] by a weight [C, taps]."""
+        if isinstance(slots, PrefillSlots):
+            return self._convolve_prefill(x, weight, slots)
         self.values[slots.rows, slots.written] = x.to(self.values.dtype)
         latest = self.values[slots.rows[:, None], slots.read]  # [N, taps, C]
         return causal_convolution(latest.to(x.dtype), weight)[:, 0]
@@ -192,6 +195,7 @@ class Ring:
             return tensor.to(device, non_blocking=True)
 
         return PrefillSlots(
+            shares=[part.share for part in parts],
             rows=on_device([part.row for part in parts], 1)[0],
             before=on_device(before, self.taps - 1).t(),
             written=on_device(written, 3),
@@ -210,18 +214,16 @@ class Ring:
                     tokens.append((position + offset, part.row, prefix, place - last))
         return tokens
 
-    def convolve_prefill(
+    def _convolve_prefill(
         self,
         x: Tensor,
         weight: Tensor,
         slots: PrefillSlots,
-        parts: Sequence[RowPart],
     ) -> Tensor:
-        """Writes x [N, C], the tokens of a prefill; returns its causal convolution [N, C] by a weight [C, taps]."""
         before = self.values[slots.rows[:, None], slots.before].to(x.dtype)  # [parts, taps - 1, C]
         outputs = []
-        for part, values in zip(parts, before, strict=True):
-            outputs.append(causal_convolution(torch.cat((values, x[part.share])), weight))
+        for share, values in zip(slots.shares, before, strict=True):
+            outputs.append(causal_convolution(torch.cat((values, x[share])), weight))
         x = x.to(self.values.dtype)
         tokens, rows, written = slots.written
         self.values[rows, written] = x[tokens]

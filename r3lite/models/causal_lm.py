@@ -7,7 +7,7 @@ losses. Module and parameter names are those of the published checkpoints.
 Shape legend, used in every file of r3lite:
     B  rows (sequences) of a batch         H  attention heads          C  hidden size
     T  tokens of a row                     K  key/value heads          V  vocabulary
-    S  slots of a KV cache that are used   D  size of one head         N  rows of a flat list of tokens
+    S  slots of a KV cache that are used   D  size of one head         N  tokens of a flat list, such as all actions
 """
 
 from collections.abc import Callable
@@ -28,12 +28,13 @@ from r3lite.models.streaming import LayerStream
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer may have different from others, before its feed-forward network."""
+    """How one layer mixes tokens: by attention, or by a short convolution (LFM2), or by a short convolution and then
+    the gated delta rule (Qwen3.5)."""
 
-    rope: Rope | None  # None: queries and keys are not rotated
+    rope: Rope | None  # of the attention; None: queries and keys are not rotated
     window: int | None = None  # tokens that a query attends to at most, see attention.masked_keys; None: all before it
-    taps: int = 0  # tokens that a short convolution sees, which the layer has in place of attention; 0: it attends
-    delta: DeltaHeads | None = None  # of the gated delta rule, if the layer has that behind the convolution
+    taps: int = 0  # tokens that the convolution sees; 0: the layer has attention
+    delta: DeltaHeads | None = None  # heads of the delta rule; None: the layer does not have it
 
 
 class RMSNorm(nn.Module):
@@ -50,7 +51,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model, and switches and parts of its family; names as in `config.json`, if it has one."""
+    """Sizes of a model, and switches and parts of its family. Fields that `config.json` has, too, have its names."""
 
     vocab_size: int
     hidden_size: int
@@ -82,7 +83,7 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def kind(self, layer_idx: int) -> LayerKind:
-        """Returns what a layer is like."""
+        """Returns the kind of a layer."""
         if self.layer_kinds:
             return self.layer_kinds[layer_idx]
         return LayerKind(Rope(self.rope_theta, self.rope_scaling))
@@ -154,7 +155,8 @@ class MLP(nn.Module):
     ) -> Tensor:
         """Returns the network's output for x [..., C], plus the residual [..., C] if there is one.
 
-        Without gradients, x [B, T, C] is run `tile` tokens at a time, because the intermediate tensors are wide.
+        With a `tile`, x must be [B, T, C]. Without gradients it is then run `tile` tokens at a time, because the
+        intermediate tensors are wide.
         """
         if not tile or torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= tile:
             return self._project(x, residual)
@@ -249,43 +251,44 @@ class CausalLM(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.ropes = {layer.rope: None for layer in self.model.layers}  # an ordered set: only the keys count
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
-        self.stream: LayerStream | None = None  # set by models.streaming
+        self.layer_stream: LayerStream | None = None  # copies layers to the device one by one; see models.streaming
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head [V, C]; the embedding itself when the two are tied."""
+        """The output head [V, C]; the embedding itself if the config ties the two."""
         if self.config.tie_word_embeddings:
             return self.model.embed_tokens.weight
         return self.lm_head.weight
 
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T].
+        """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T], which may be on the host.
 
-        They are divided by the config's `logits_scaling`, if it has one, so that `logits` needs no division.
+        Without a context the ids are independent rows, padded on the right. With a context they are the tokens of a
+        pack [1, N], of a prefill [1, N] or of a decode step [B, 1].
 
-        Without a context the ids are independent rows, padded on the right. With one they are the tokens of a pack
-        [1, N], of a prefill [1, N] or of a decode step [B, 1]. They may be on the host.
+        The hidden states are divided by the config's `logits_scaling`, so that `logits` needs no division.
         """
         x = self._embed(input_ids)
         if context is None:
             context = CausalRows(input_ids)
         angles = {}
         for rope in self.ropes:
+            # (None, None) for a rope that is None.
             angles[rope] = rotary_angles(context.positions, rope, head_dim=self.config.head_dim, dtype=x.dtype)
         for layer in self.model.layers:
             cos, sin = angles[layer.rope]
             x = self.run_layer(layer, x, cos=cos, sin=sin, context=context)
         x = self.model.norm(x)
         if self.config.logits_scaling != 1:
-            x = x.div_(self.config.logits_scaling)  # here, because whoever needs logits applies the head to x
+            x = x.div_(self.config.logits_scaling)  # here, because some callers apply the head without `logits`
         return x
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Returns the input of the first layer [B, T, C]."""
         embed_tokens = self.model.embed_tokens
         x = embed_tokens(input_ids.to(embed_tokens.weight.device, non_blocking=True))  # [B, T, C]
-        if self.stream is not None:
-            x = self.stream.upload(x)
+        if self.layer_stream is not None:
+            x = self.layer_stream.upload(x)
         multiplier = self.config.embedding_multiplier
         if self.config.rounds_multiplier:
             multiplier = torch.tensor(multiplier, dtype=x.dtype).item()

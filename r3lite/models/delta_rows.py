@@ -1,7 +1,7 @@
 """What a layer with the gated delta rule carries in the rows of a KV cache: a state of each row, and its last tokens.
 
-A state cannot be made younger. So what drafts change is not in it: they wait in a window, and the next pass begins with
-those that were accepted. And a row can be copied as a whole only.
+A state cannot be rolled back to fewer tokens. So drafts do not update it: their inputs wait in a window of their row,
+and the next pass first runs the accepted ones. For the same reason only a whole row can be copied.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,16 @@ class RowTokens(NamedTuple):
     count: int
 
 
-class StatePlaces:
-    """Which tokens a pass runs in the layers of this kind, from which states, and which of them it leaves behind.
+class DeltaPass:
+    """The plan of one pass, for all layers with the delta rule: what is run of each row, and which states are stored.
 
-    The tokens of each row are a stretch (see ChunkPlan). It goes on from those that wait in the row's window, which are
-    a stretch of their own, or else from the row's state.
+    Of each row, first the tokens that wait in its window are run, from the row's state, and then the new tokens of the
+    pass. The waiting tokens are one stretch of a ChunkPlan, the new tokens another. The state after the new tokens is
+    stored. If the new tokens are drafts, the state before them is stored, and their inputs are put into the window.
+
+    For example, row 0 has two waiting tokens and row 1 none, and both get one new token. The stretches are then: 0, the
+    two waiting tokens; 1, the new token of row 0, with the parent 0; 2, the new token of row 1. The roots 0 and 2 begin
+    at the states of rows 0 and 1. The stretches 1 and 2 end at the new states; with drafts, only stretch 0 does.
     """
 
     def __init__(
@@ -36,7 +41,8 @@ class StatePlaces:
         drafts: bool,
         device: torch.device,
     ):
-        """`settled`: how many tokens the state of each row has. `drafts`: the tokens may be taken back."""
+        """`tokens`: the new ones. `settled`: how many tokens the state of each row has. `drafts`: the new tokens may be
+        taken back."""
         self.tokens = tokens
         self.drafts = drafts
         self.device = device
@@ -45,29 +51,30 @@ class StatePlaces:
             if start > settled[row]:
                 waiting.append(RowTokens(row, settled[row], start - settled[row]))
         self.waiting_count = sum(part.count for part in waiting)
-        self.waiting = self._in_window(waiting)
+        self.waiting_slots = self._in_window(waiting)
         self.rows = self._indices([part.row for part in tokens])
         self.is_step = not drafts and not waiting and all(part.count == 1 for part in tokens)
         if not self.is_step:
-            self._plan(waiting)
+            self._plan_stretches(waiting)
 
-    def _plan(self, waiting: Sequence[RowTokens]) -> None:
-        stretches = {part.row: number for number, part in enumerate(waiting)}
-        self.ends = list(stretches.items())  # rows, and the stretches whose last states are to be theirs
+    def _plan_stretches(self, waiting: Sequence[RowTokens]) -> None:
+        """Sets the stretches: first those of the waiting tokens, then those of the new ones."""
+        stretch_of_waiting = {part.row: stretch for stretch, part in enumerate(waiting)}
+        self.end_stretches = dict(stretch_of_waiting)  # by row: the stretch at whose end its new state is
         sizes = [part.count for part in waiting]
         parents: list[int | None] = [None] * len(waiting)
-        roots = [part.row for part in waiting]
+        root_rows = [part.row for part in waiting]
         for part in self.tokens:
-            parent = stretches.get(part.row)
+            parent = stretch_of_waiting.get(part.row)
             if parent is None:
-                roots.append(part.row)
+                root_rows.append(part.row)
             if not self.drafts:
-                self.ends.append((part.row, len(sizes)))
+                self.end_stretches[part.row] = len(sizes)
             sizes.append(part.count)
             parents.append(parent)
-        self.roots = self._indices(roots)
-        self.plan = ChunkPlan(sizes, parents, self.device)
-        self.drafted = self._in_window(self.tokens)
+        self.root_rows = self._indices(root_rows)
+        self.chunks = ChunkPlan(sizes, parents, self.device)
+        self.draft_slots = self._in_window(self.tokens)
 
     def _in_window(self, parts: Sequence[RowTokens]) -> tuple[Tensor, Tensor]:
         """Returns the rows [n] and the slots [n] of tokens in the windows."""
@@ -97,9 +104,10 @@ class DeltaRows(Ring):
         self.heads = heads
         self.states = torch.zeros(rows, *heads.state_shape, device=device)
         self.settled = [0] * rows  # how many tokens the state of each row has
-        self.window = self._new_window(0)  # of each row the inputs of the tokens behind the settled ones
+        self.window = self._new_window(0)  # of each row the inputs of the tokens after the settled ones
 
     def _new_window(self, size: int) -> DeltaInputs:
+        """Returns a window with zeros for `size` tokens of each row."""
         rows = len(self.settled)
         return DeltaInputs(
             qkv=self.values.new_zeros(rows, size, sum(self.heads.sizes)),
@@ -107,43 +115,46 @@ class DeltaRows(Ring):
             strength=self.values.new_zeros(rows, size, self.heads.values),
         )
 
-    def recall(self, inputs: DeltaInputs, places: StatePlaces) -> Tensor:
-        """Runs the N tokens of a pass, whose outputs [N, H D_v] it returns, and leaves the rows' states behind."""
-        if places.is_step:
-            out, self.states[places.rows] = delta_step(inputs, self.states[places.rows], self.heads)
+    def run(self, inputs: DeltaInputs, plan: DeltaPass) -> Tensor:
+        """Runs the rule on the N new tokens of a pass, stores the rows' new states and returns the outputs [N, H
+        D_v]."""
+        if plan.is_step:
+            out, self.states[plan.rows] = delta_step(inputs, self.states[plan.rows], self.heads)
         else:
-            waiting = [kept[places.waiting] for kept in self.window]
+            waiting = [tensor[plan.waiting_slots] for tensor in self.window]
             joined = [torch.cat((old.to(new.dtype), new)) for old, new in zip(waiting, inputs, strict=True)]
-            states = self.states[places.roots]
-            out, end_states = delta_chunks(DeltaInputs(*joined), states, self.heads, places.plan)
-            out = out[places.waiting_count :]
-            for row, stretch in places.ends:
+            states = self.states[plan.root_rows]
+            out, end_states = delta_chunks(DeltaInputs(*joined), states, self.heads, plan.chunks)
+            out = out[plan.waiting_count :]
+            for row, stretch in plan.end_stretches.items():
                 self.states[row] = end_states[stretch]
-        for row, start, count in places.tokens:
-            self.settled[row] = start if places.drafts else start + count
-        if places.drafts:
-            self._keep(inputs, places)
+        for row, start, count in plan.tokens:
+            self.settled[row] = start if plan.drafts else start + count
+        if plan.drafts:
+            self._store_drafts(inputs, plan)
         return out
 
-    def _keep(self, inputs: DeltaInputs, places: StatePlaces) -> None:
+    def _store_drafts(self, inputs: DeltaInputs, plan: DeltaPass) -> None:
         """Puts the inputs of drafts into the window."""
-        longest = max(part.count for part in places.tokens)
+        longest = max(part.count for part in plan.tokens)
         size = self.window.qkv.shape[1]
         if longest > size:
             wider = self._new_window(longest)
             for new, old in zip(wider, self.window, strict=True):
                 new[:, :size] = old
             self.window = wider
-        for kept, tensor in zip(self.window, inputs, strict=True):
-            kept[places.drafted] = tensor.to(kept.dtype)
+        for stored, tensor in zip(self.window, inputs, strict=True):
+            stored[plan.draft_slots] = tensor.to(stored.dtype)
 
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
-        return []  # a ring is of no use without the state
+        """Returns no tokens: with earlier tokens of the ring a row could not be cut, because its state cannot be."""
+        return []
 
     def reserve(self, capacity: int) -> None:
-        """A state takes no more memory for more tokens."""
+        """Does nothing: a state takes no more memory for more tokens."""
 
     def copyable(self, count: int, length: int, read: int) -> int:
+        """Returns `count` if it is the whole row, of `length` tokens; else 0, because a state cannot be rolled back."""
         return count if count == length else 0
 
     def copy(
@@ -156,7 +167,7 @@ class DeltaRows(Ring):
         if count == 0:
             self.truncate(target, 0, old_length=0)
             return
-        assert count == length, "this prefix is not copyable"
+        assert count == length, "only a whole row can be copied"
         for tensor in (self.values, self.states, *self.window):
             tensor[target] = tensor[source]
         self.settled[target] = self.settled[source]

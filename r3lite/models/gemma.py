@@ -1,7 +1,6 @@
 """What Gemma 3 (arXiv 2503.19786; `gemma3_text`) has of its own: norms, a layer with four of them, and its config."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ WINDOW = 4096
 PATTERN = 6  # every sixth layer attends to all tokens
 LOCAL_THETA = 10_000.0  # of layers with a window
 THETA = 1_000_000.0
+LAYERS_27B = 62
 UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -66,9 +66,11 @@ def gemma3_text(record: Record, config: ModelConfig) -> ModelConfig:
             raise unsupported(record, f"{key} is {shown(record.values[key])}", "Only null is supported.")
     pattern = record.whole("sliding_window_pattern", PATTERN, low=1)
     sliding = sliding_layers(record, config, lambda layer: (layer + 1) % pattern != 0)
+    of_window, of_all = _kinds(record)
     return replace(
         config,
-        layer_kinds=_kinds(record, sliding),
+        layer_kinds=tuple(of_window if slides else of_all for slides in sliding),
+        rope_theta=of_all.rope.theta,
         attention_scale=record.number("query_pre_attn_scalar", HEAD_DIM, low=0, high=1e9, above=True) ** -0.5,
         embedding_multiplier=math.sqrt(config.hidden_size),
         rounds_multiplier=True,
@@ -78,8 +80,18 @@ def gemma3_text(record: Record, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _kinds(record: Record, sliding: Sequence[bool]) -> tuple[LayerKind, ...]:
-    """Returns the kind of each layer. transformers 5 has the ropes in `rope_parameters`, 4 in keys of their own."""
+def attention_width(layers: int, head_dim: int, hidden_per_head: float) -> float:
+    """Returns `query_pre_attn_scalar` of the published models: the size of a head, but not in the one of 27B."""
+    if layers == LAYERS_27B:
+        return hidden_per_head
+    return head_dim
+
+
+def _kinds(record: Record) -> tuple[LayerKind, LayerKind]:
+    """Returns the kinds of layers with a window and of those without one.
+
+    transformers 5 has the ropes in `rope_parameters`, 4 in keys of their own.
+    """
     ropes = record.record("rope_parameters")
     full = ropes.record(FULL)
     local = ropes.record(SLIDING)
@@ -92,8 +104,7 @@ def _kinds(record: Record, sliding: Sequence[bool]) -> tuple[LayerKind, ...]:
     local_theta = _theta(local, record, "rope_local_base_freq", LOCAL_THETA)
     full_theta = _theta(full, record, "rope_theta", THETA)
     of_window = LayerKind(Rope(local_theta), record.whole("sliding_window", WINDOW, low=1))
-    of_all = LayerKind(Rope(full_theta, scaling))
-    return tuple(of_window if slides else of_all for slides in sliding)
+    return of_window, LayerKind(Rope(full_theta, scaling))
 
 
 def _theta(

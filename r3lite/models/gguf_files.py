@@ -1,6 +1,6 @@
 """GGUF files, llama.cpp's format of one file a model: their keys, and their tensors one by one under published names.
 
-Owns the names and the order of rows that llama.cpp gives the tensors of a Llama or a Qwen, for reading and for export.
+Owns the names, order of rows and shifts that llama.cpp gives the tensors of each family, for reading and for export.
 Files are read and dequantized by the package `gguf` (extra gguf). It takes seconds for a vocabulary, so what it finds
 is kept in the folder that `gguf_folder` makes.
 """
@@ -21,7 +21,8 @@ from r3lite.core.files import read_record
 from r3lite.core.records import Record, Source
 
 VERSIONS = (2, 3)
-ARCHITECTURES = ("qwen2", "qwen3", "llama")  # that are read; llama: also Mistral
+GEMMA3 = "gemma3"
+ARCHITECTURES = ("qwen2", "qwen3", "llama", GEMMA3)  # that are read; llama: also Mistral
 LIKE_LLAMA = ("llama", "granite", "smollm3")  # architectures in which queries and keys are laid out as in `row_order`
 REMEDY = "Download the file again."
 TYPES = "Use a file in Q4_0 to Q8_0, K-quants, F16, BF16 or F32."
@@ -35,34 +36,41 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-# The same of LFM2; files of it are written, not read.
+# What other architectures call otherwise.
 LFM2_NAMES = {
     "token_embd_norm": "model.embedding_norm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
     "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv", "shortconv.out_proj": "conv.out_proj",
     "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
     "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
 }  # fmt: skip
+GEMMA3_NAMES = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+NAMES_OF = {"lfm2": NAMES | LFM2_NAMES, GEMMA3: NAMES | GEMMA3_NAMES}
 MAX_READS = 1 << 22  # of a header: a vocabulary and its merges take a million
 TILE = 1 << 20  # numbers dequantized at once
 SAMPLED = 64  # rows by which two matrices are compared
 MAX_DIFFERENCE = 0.5  # of two precisions of one matrix, in parts of its norm; unrelated matrices have 1.4
 
 
-def published_name(name: str) -> str:
-    """Returns the name that checkpoints give a tensor of a GGUF file; a name that is not in NAMES stays as it is."""
+def published_name(name: str, architecture: str) -> str:
+    """Returns the name that checkpoints give a tensor of a GGUF file; an unknown name stays as it is."""
+    names = NAMES_OF.get(architecture, NAMES)
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name, re.ASCII)
-    if not match or match[2] not in NAMES:
+    if not match or match[2] not in names:
         return name
     layer, path, kind = match.groups()
     prefix = f"model.layers.{layer}." if layer else ""
-    return f"{prefix}{NAMES[path]}.{kind}"
+    return f"{prefix}{names[path]}.{kind}"
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
     """Returns the name that a GGUF file gives a tensor, or a layer, of a checkpoint."""
     match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?", name)
     layer, path, kind = match.groups("")
-    theirs = next(gguf for gguf, ours in (*NAMES.items(), *LFM2_NAMES.items()) if ours == path)
+    names = NAMES_OF.get(architecture, NAMES)
+    theirs = next(gguf for gguf, ours in names.items() if ours == path)
     prefix = f"blk.{layer}." if layer else ""
     return f"{prefix}{theirs}{kind}"
 
@@ -92,6 +100,13 @@ def heads_of(
     return 0
 
 
+def shift_of(name: str, architecture: str) -> float:
+    """Returns what GGUF adds to a published tensor: 1 to the norms of Gemma, which multiply by 1 + weight."""
+    if architecture == GEMMA3 and name.endswith("norm.weight"):
+        return 1.0
+    return 0.0
+
+
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor of a file, of which some rows are read, as fp32."""
@@ -103,6 +118,7 @@ class GgufTensor:
     start: int  # its first byte
     size: int  # its bytes
     heads: int = 0  # by which its rows are reordered; 0: not at all
+    shift: float = 0.0  # that was added to its numbers
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -131,6 +147,8 @@ class GgufTensor:
                 )
                 rows = np.array(file[file_rows[first : first + height]])
                 tile = gguf.quants.dequantize(rows, kind)
+                if self.shift:
+                    tile = tile - np.float32(self.shift)
                 dense[first : first + height] = torch.from_numpy(tile)
                 del file, rows, tile
         except NotImplementedError as error:
@@ -213,16 +231,17 @@ class Header:
         kv_heads = self.size_of("attention.head_count_kv", heads)
         fields = {}
         for gguf, tensor in self.tensors.items():
-            name = published_name(gguf)
+            name = published_name(gguf, architecture)
             reordered_heads = heads_of(name, architecture, heads=heads, kv_heads=kv_heads)
             if reordered_heads and tensor.shape[0] % (2 * reordered_heads):
                 reordered_heads = 0  # the shape is refused later, against that of config.json
-            fields[name] = asdict(replace(tensor, heads=reordered_heads))
+            shift = shift_of(name, architecture)
+            fields[name] = asdict(replace(tensor, heads=reordered_heads, shift=shift))
         if HEAD in self.tensors and self.tied():
-            embedding = fields[published_name(EMBEDDING)]
-            head = fields.pop(published_name(HEAD))
-            finer = max((embedding, head), key=lambda tensor: tensor["size"])
-            fields[published_name(EMBEDDING)] = finer
+            embedding_name = published_name(EMBEDDING, architecture)
+            embedding = fields[embedding_name]
+            head = fields.pop(published_name(HEAD, architecture))
+            fields[embedding_name] = max((embedding, head), key=lambda tensor: tensor["size"])
         fields.pop(ROPE, None)  # config.json has it
         return fields
 

@@ -17,14 +17,21 @@ from r3lite.core.cache import CACHE
 from r3lite.core.errors import R3LiteError, reason
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, naming_gguf, write_json
 from r3lite.core.records import REQUIRED, shown
-from r3lite.models import gguf_tokenizer
+from r3lite.models import gemma, gguf_tokenizer
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import read_config
-from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
+from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, GEMMA3, REMEDY, ROPE, Header
+from r3lite.models.layer_kinds import FULL, SLIDING
 from r3lite.models.rotary import RopeScaling, divisor_factors, rotary_divisors
 
 LAYOUT = 2  # of what is made here: a folder of another is not used
-CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# Of each architecture the class in transformers, and model_type.
+CLASSES = {
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "llama": ("LlamaForCausalLM", "llama"),
+    GEMMA3: ("Gemma3ForCausalLM", "gemma3_text"),
+}
 SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -36,6 +43,10 @@ EPS = "attention.layer_norm_rms_epsilon"
 ROTATED_SIZE = "rope.dimension_count"
 VALUE_SIZE = "attention.value_length"
 READ = {*SIZES.values(), THETA, EPS, ROTATED_SIZE, VALUE_SIZE, "vocab_size"}  # any other key changes the network
+WINDOW = "attention.sliding_window"
+SCALING_TYPE = "rope.scaling.type"
+SCALING_FACTOR = "rope.scaling.factor"
+READ_OF_GEMMA3 = READ | {WINDOW, SCALING_TYPE, SCALING_FACTOR}
 FOLDER = "Use the model's folder with safetensors files."
 # Of Llama 3.1 and later. A file has what these make of each divisor, and not the numbers themselves.
 LOW_FREQ_FACTOR = 1.0
@@ -127,7 +138,8 @@ def _config(header: Header) -> dict[str, Any]:
         )
     prefix = f"{architecture}."
     names = {key.removeprefix(prefix) for key in header.keys if key.startswith(prefix)}
-    for name in sorted(names - READ):
+    known_names = READ_OF_GEMMA3 if architecture == GEMMA3 else READ
+    for name in sorted(names - known_names):
         value = header.size_of(name)
         if value not in (0, 0.0, False, "none"):
             raise R3LiteError(
@@ -144,20 +156,47 @@ def _config(header: Header) -> dict[str, Any]:
             )
     theta = _rounded(fields.number(f"{architecture}.{THETA}", 10_000.0, low=0, high=1e12, above=True))
     eps = _rounded(fields.number(f"{architecture}.{EPS}", 1e-6, low=0, high=1, above=True))
-    scaling = {}
+    if architecture == GEMMA3:
+        network = _gemma3(header, sizes, theta)
+    else:
+        network = {"hidden_act": "silu", "rope_theta": theta}
     if ROPE in header.tensors:
-        scaling["rope_scaling"] = _scaling(header, head_dim, theta)
+        network["rope_scaling"] = _scaling(header, head_dim, theta)
+    class_name, model_type = CLASSES[architecture]
     return {
-        "architectures": [CLASSES[architecture]],
-        "model_type": architecture,
+        "architectures": [class_name],
+        "model_type": model_type,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
         **{name: size for name, size in sizes.items() if size is not None},
-        "hidden_act": "silu",
         "rms_norm_eps": eps,
-        "rope_theta": theta,
         "tie_word_embeddings": header.tied(),
-        **scaling,
+        **network,
         **gguf_tokenizer.ends(header),
+    }
+
+
+def _gemma3(
+    header: Header,
+    sizes: dict[str, int | None],
+    theta: float,
+) -> dict[str, Any]:
+    """Returns what only the `config.json` of Gemma 3 says; what a file does not say, llama.cpp takes for granted."""
+    fields = header.fields
+    rope = {"rope_type": "default", "rope_theta": theta}
+    scaling_type = fields.choice(f"{GEMMA3}.{SCALING_TYPE}", ("none", "linear"), "none")
+    if scaling_type == "linear":
+        rope["rope_type"] = scaling_type
+        rope["factor"] = fields.number(f"{GEMMA3}.{SCALING_FACTOR}", low=1, high=1e6)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": gemma.attention_width(
+            sizes["num_hidden_layers"],
+            head_dim=sizes["head_dim"],
+            hidden_per_head=sizes["hidden_size"] / sizes["num_attention_heads"],
+        ),
+        "sliding_window": fields.whole(f"{GEMMA3}.{WINDOW}", low=1),
+        "sliding_window_pattern": gemma.PATTERN,
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": gemma.LOCAL_THETA}},
     }
 
 

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and llama.cpp's names of how texts are split."""
+"""The tokenizer of a GGUF file as `tokenizer.json`, byte-level BPE or as Gemma's; llama.cpp's names of splits."""
 
 import json
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
+BYTE = 6
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # By llama.cpp's name, the parts of a pre-tokenizer: its type, and the setting that matters.
 SPLITS = {
@@ -32,6 +33,13 @@ PARTS = {
 }
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 IGNORES_MERGES = "llama-bpe"  # a piece that is a token is not merged from its bytes
+# SentencePiece's BPE as in Gemma, which puts no space before a text; in `tokenizer.json`, and llama.cpp's names.
+SENTENCEPIECE = "llama"
+SENTENCEPIECE_SPLIT = "default"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # of texts with letters that are not in the vocabulary
 FOLDER = "Use the model's folder with safetensors files and tokenizer.json."
 
 
@@ -47,6 +55,40 @@ def split_of(definition: Record) -> str | None:
     if ignores_merges != (name == IGNORES_MERGES):
         return None
     return name
+
+
+def is_sentencepiece(definition: Record) -> bool:
+    """Returns whether a `tokenizer.json` is SentencePiece's BPE without a space before a text."""
+    model = definition.record("model")
+    return (
+        model.flag("byte_fallback", False)
+        and not model.flag("ignore_merges", False)
+        and definition.values.get("normalizer") == SPACES
+        and definition.values.get("pre_tokenizer") in (None, NO_SPLIT)  # as no space is left to split at
+    )
+
+
+def merges_by_score(
+    tokens: Sequence[str],
+    kinds: Sequence[int],
+    scores: Sequence[float],
+) -> list[tuple[str, str]]:
+    """Returns the merges of SentencePiece: all pairs of tokens that together are one, those of the best score first.
+
+    Of those with one result the longest left part is first, as in transformers.
+    """
+    present = set(tokens)
+    scored_merges = []
+    for token, kind, score in zip(tokens, kinds, scores, strict=True):
+        if kind != NORMAL:
+            continue
+        for end in range(len(token) - 1, 0, -1):
+            left = token[:end]
+            right = token[end:]
+            if left in present and right in present:
+                scored_merges.append((score, left, right))
+    scored_merges.sort(key=lambda merge: -merge[0])
+    return [(left, right) for _, left, right in scored_merges]
 
 
 def _essence(part: dict[str, Any]) -> tuple[str, Any]:
@@ -85,38 +127,48 @@ def token_id(header: Header, kind: str) -> int | None:
 
 
 def files(header: Header) -> dict[str, dict[str, Any]]:
-    """Returns the files of the tokenizer, by name; R3LiteError names one that is not byte-level BPE of SPLITS."""
+    """Returns the files of the tokenizer, by name; R3LiteError names one that is neither of SPLITS nor as Gemma's."""
     fields = header.fields
     model = fields.text("tokenizer.ggml.model", None)
     pre = fields.text("tokenizer.ggml.pre", None)
     split = ALIASES.get(pre, pre)
-    if model != "gpt2" or split not in SPLITS:
+    is_sentencepiece = model == SENTENCEPIECE and not fields.flag("tokenizer.ggml.add_space_prefix", True)
+    if not is_sentencepiece and (model != "gpt2" or split not in SPLITS):
         kind = f"{shown(model)} (tokenizer.ggml.model)"
         if model == "gpt2":
             kind = f"split as {shown(pre)} (tokenizer.ggml.pre)"
         supported = ", ".join([*SPLITS, *ALIASES])
         raise R3LiteError(
-            f"{header.path}: the tokenizer is {kind}; supported is byte-level BPE of {supported}",
+            f"{header.path}: the tokenizer is {kind}; supported are Gemma's and byte-level BPE of {supported}",
             FOLDER,
             code="gguf-tokenizer-unsupported",
         )
     tokens = fields.texts("tokenizer.ggml.tokens", ())
-    merges = fields.texts("tokenizer.ggml.merges", ())
     kinds = fields.items("tokenizer.ggml.token_type", [])
-    if not (tokens and merges and len(kinds) == len(tokens)):
+    order_key = "tokenizer.ggml.scores" if is_sentencepiece else "tokenizer.ggml.merges"
+    if not (tokens and fields.items(order_key, []) and len(kinds) == len(tokens)):
         raise R3LiteError(
-            f"{header.path} lacks its tokens, their types or their merges", FOLDER, code="gguf-tokenizer-incomplete"
+            f"{header.path} lacks its tokens, their types or {order_key}", FOLDER, code="gguf-tokenizer-incomplete"
         )
 
     if not all(type(kind) is int for kind in kinds):
         raise fields.wrong("tokenizer.ggml.token_type", "a list of whole numbers")
+
+    if is_sentencepiece:
+        scores = fields.items(order_key)
+        if len(scores) != len(tokens) or not all(type(score) is float for score in scores):
+            raise fields.wrong(order_key, f"{len(tokens)} numbers")
+        merges = merges_by_score(tokens, kinds, scores)
+        split = None
+    else:
+        merges = [tuple(merge.split(" ", 1)) for merge in fields.texts(order_key)]
 
     def token(kind: str) -> str | None:
         id = token_id(header, kind)
         return None if id is None else tokens[id]
 
     bos = None
-    if fields.flag("tokenizer.ggml.add_bos_token", split == "llama-bpe"):
+    if fields.flag("tokenizer.ggml.add_bos_token", is_sentencepiece or split == "llama-bpe"):
         bos = token("bos")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -130,7 +182,7 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
         "chat_template": fields.text("tokenizer.chat_template", None, blank=True),
     }
     try:
-        backend = _backend(tokens, kinds=kinds, merges=merges, split=split)
+        backend = _backend(tokens, kinds=kinds, merges=merges, split=split, unknown=settings["unk_token"])
         if pre == "qwen2":
             backend.normalizer = normalizers.NFC()
         if bos:
@@ -147,10 +199,14 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
 def _backend(
     tokens: Sequence[str],
     kinds: list[int],
-    merges: Sequence[str],
-    split: str,
+    merges: list[tuple[str, ...]],
+    split: str | None,
+    unknown: str | None,
 ) -> Backend:
-    """Returns the tokenizer. Tokens that text is not merged to are added ones; those of no use are left out."""
+    """Returns the tokenizer; without a split it is SentencePiece's.
+
+    Tokens that text is not merged to are added ones; those of no use are left out.
+    """
     used = {}
     added = []
     vocabulary = {}
@@ -163,16 +219,38 @@ def _backend(
         else:
             vocabulary[token] = id
     # The tokenizers library numbers added tokens on from the vocabulary; one with another number must be in it.
-    if added != list(range(len(vocabulary), len(used))):
+    if split is None or added != list(range(len(vocabulary), len(used))):
         vocabulary = {token: id for id, token in used.items()}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    bpe = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split == IGNORES_MERGES)
-    backend = Backend(bpe)
-    parts = [PARTS[kind](setting) for kind, setting in SPLITS[split]]
-    backend.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
-    backend.decoder = decoders.ByteLevel()
+    if split is None:
+        backend = _sentencepiece(vocabulary, merges, unknown)
+    else:
+        bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == IGNORES_MERGES)
+        backend = Backend(bpe)
+        parts = [PARTS[kind](setting) for kind, setting in SPLITS[split]]
+        backend.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
+        backend.decoder = decoders.ByteLevel()
     added_tokens = []
     for id in added:
         added_tokens.append(AddedToken(used[id], normalized=False, special=kinds[id] == CONTROL))
     backend.add_tokens(added_tokens)
+    return backend
+
+
+def _sentencepiece(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, ...]],
+    unknown: str | None,
+) -> Backend:
+    """Returns the tokenizer of `is_sentencepiece`, without its added tokens."""
+    bpe = models.BPE(
+        vocab=vocabulary,
+        merges=merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Backend(bpe)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend

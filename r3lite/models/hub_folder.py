@@ -7,7 +7,7 @@ Small files of its root, then the weights that they name: a repository may have 
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_text, within
+from r3lite.core.files import read_text, similar_path, within
 from r3lite.core.records import Record, Source
 from r3lite.models.tensor_files import INDEX, SINGLE, indexed_files
 
@@ -42,7 +42,8 @@ def download(model: str) -> Path:
     except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that it uses
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
-        cause = f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}"
+        name = f"{model}{similar_path(model)}"
+        cause = f"the model {name} is neither a folder nor cached, and could not be downloaded: {reason}"
         raise R3LiteError(cause, REMEDY, code="model-absent") from error
 
 

@@ -15,13 +15,63 @@ from torch import Tensor
 from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
 from r3lite.models.carried import Carried, KeysValues, PrefillSlots, Ring, RingSlots, RowPart
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.delta_rows import DeltaRows, RowTokens, StatePlaces
+from r3lite.models.delta_rows import DeltaPass, DeltaRows, RowTokens
 from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
-class Prefill:
+class CachePass:
+    """A pass over rows of a cache. What its tokens need of rings and states is made when the first layer needs them."""
+
+    drafts = False  # whether the tokens may be taken back
+
+    def __init__(self, cache: "KVCache"):
+        self.cache = cache
+        self.ring_slots: dict[int, RingSlots | PrefillSlots] = {}  # by the taps of a convolution
+        self.delta_pass: DeltaPass | None = None
+
+    def slots_in(self, ring: Ring) -> RingSlots | PrefillSlots:
+        """Returns the slots of the pass's tokens in a ring."""
+        raise NotImplementedError
+
+    def row_tokens(self) -> Sequence[RowTokens]:
+        """Returns the tokens of each row."""
+        raise NotImplementedError
+
+    def convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """See AttentionContext: x [B, T, C] -> [B, T, C]. Writes x to the cache."""
+        ring = self.cache.layers[layer]
+        if ring.taps not in self.ring_slots:
+            self.ring_slots[ring.taps] = self.slots_in(ring)
+        out = ring.convolve(x.flatten(0, 1), weight, self.ring_slots[ring.taps])  # [N, C]
+        return out.unflatten(0, x.shape[:2])
+
+    def apply_delta_rule(
+        self,
+        layer: int,
+        inputs: DeltaInputs,
+        heads: DeltaHeads,
+    ) -> Tensor:
+        """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. All but drafts are in the states then."""
+        states = self.cache.layers[layer]
+        if self.delta_pass is None:
+            self.delta_pass = DeltaPass(
+                self.row_tokens(),
+                states.settled,
+                drafts=self.drafts,
+                device=self.cache.device,
+            )
+        out = states.run(inputs.flat(), self.delta_pass)  # [N, H D_v]
+        return out.unflatten(0, inputs.qkv.shape[:2])
+
+
+class Prefill(CachePass):
     """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context.
 
     The rows' lengths count them from now on; the pass writes their keys and values.
@@ -29,7 +79,7 @@ class Prefill:
 
     def __init__(self, cache: "KVCache", additions: Sequence[tuple[int, list[int]]]):
         """`additions`: rows, and the tokens that are added to each."""
-        self.cache = cache
+        super().__init__(cache)
         tokens: list[int] = []
         positions: list[int] = []
         stretches: list[tuple[int, int]] = []  # of each addition: the row's cached tokens, and the new ones
@@ -55,8 +105,6 @@ class Prefill:
                 cache.read[row] = part.length
             cache.lengths[row] = part.length
             first += T
-        self.ring_slots: dict[int, PrefillSlots] = {}  # by the taps of a convolution
-        self.state_places: StatePlaces | None = None
 
     def attend(
         self,
@@ -76,33 +124,14 @@ class Prefill:
             outputs.append(grouped_attention(q[:, :, share], cached, mask, scale=scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def convolve(
-        self,
-        layer: int,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
-        """See AttentionContext: x [1, N, C] -> [1, N, C]. Writes x to the cache."""
-        ring = self.cache.layers[layer]
-        if ring.taps not in self.ring_slots:
-            self.ring_slots[ring.taps] = ring.prefill_slots(self.parts)
-        return ring.convolve_prefill(x[0], weight, self.ring_slots[ring.taps], self.parts)[None]
+    def slots_in(self, ring: Ring) -> PrefillSlots:
+        return ring.prefill_slots(self.parts)
 
-    def recall(
-        self,
-        layer: int,
-        inputs: DeltaInputs,
-        heads: DeltaHeads,
-    ) -> Tensor:
-        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. The cache has the states then."""
-        states = self.cache.layers[layer]
-        if self.state_places is None:
-            tokens = [RowTokens(part.row, part.start, part.length - part.start) for part in self.parts]
-            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[None]
+    def row_tokens(self) -> list[RowTokens]:
+        return [RowTokens(part.row, part.start, part.length - part.start) for part in self.parts]
 
 
-class Decode:
+class Decode(CachePass):
     """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
 
     The attention context of a pass over ids [B, 1].
@@ -121,15 +150,13 @@ class Decode:
         `lengths`: how many tokens each row has with its new one, on the host. With them each row reads its own keys
         only, in an operation of its own; without them one operation reads `used` slots of all rows, under a mask.
         """
-        self.cache = cache
+        super().__init__(cache)
         self.lengths = lengths
         self.positions = positions  # [B, 1]
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
         self.used = used
         self.padding = padding
         self.masks: dict[int | None, Tensor] = {}  # [B, 1, 1, S], by window
-        self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
-        self.state_places: StatePlaces | None = None
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns what is added to the scores, [B, 1, 1, S]; made when a layer with this window first asks for it."""
@@ -180,31 +207,12 @@ class Decode:
             outputs.append(F.scaled_dot_product_attention(q[row : row + 1], k, v, scale=scale))
         return torch.cat(outputs).reshape(len(outputs), 1, -1)
 
-    def convolve(
-        self,
-        layer: int,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
-        """See AttentionContext: x [B, 1, C] -> [B, 1, C]. Writes x to the cache."""
-        ring = self.cache.layers[layer]
-        if ring.taps not in self.ring_slots:
-            self.ring_slots[ring.taps] = ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
-        return ring.convolve(x[:, 0], weight, self.ring_slots[ring.taps])[:, None]
+    def slots_in(self, ring: Ring) -> RingSlots:
+        return ring.slots_of(self.rows[:, 0], self.positions[:, 0], self.padding)
 
-    def recall(
-        self,
-        layer: int,
-        inputs: DeltaInputs,
-        heads: DeltaHeads,
-    ) -> Tensor:
-        """See AttentionContext: inputs of [B, 1] tokens -> [B, 1, H D_v]. The cache has the states then."""
-        states = self.cache.layers[layer]
-        if self.state_places is None:
-            lengths = self.cache.lengths[: len(self.positions)]
-            tokens = [RowTokens(row, length - 1, 1) for row, length in enumerate(lengths)]
-            self.state_places = StatePlaces(tokens, states.settled, drafts=False, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[:, None]
+    def row_tokens(self) -> list[RowTokens]:
+        lengths = self.cache.lengths[: len(self.positions)]
+        return [RowTokens(row, length - 1, 1) for row, length in enumerate(lengths)]
 
 
 class KVCache:
@@ -325,6 +333,10 @@ class KVCache:
             layer.copy(source, target, count=count, length=self.lengths[source])
         self.lengths[target] = count
         self.read[target] = min(self.read[source], count)
+
+    def keep_prefix(self, row: int, count: int) -> None:
+        """Makes a row end after at most `count` of its tokens: after as many as are `copyable`."""
+        self.copy(row, row, self.copyable(row, count))
 
     def clear(self, row: int) -> None:
         """Makes a row as it was when nothing had been written to it."""

@@ -135,7 +135,7 @@ class Pack:
         parents = [segment.ancestors[-1] if segment.ancestors else None for segment in self.segments]
         return ChunkPlan([segment.size for segment in self.segments], parents, self.positions.device)
 
-    def recall(
+    def apply_delta_rule(
         self,
         layer: int,
         inputs: DeltaInputs,

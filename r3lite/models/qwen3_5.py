@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         rate = self.A_log.float().exp()
         log_decay = F.softplus(decay.float() + self.dt_bias.float()) * -rate
         inputs = DeltaInputs(qkv, log_decay, strength.sigmoid())
-        out = context.recall(self.layer_idx, inputs, self.heads)  # [B, T, H D_v]
+        out = context.apply_delta_rule(self.layer_idx, inputs, self.heads)  # [B, T, H D_v]
         return project((self.out_proj,), self.norm(out, z), residual)
 
 

@@ -10,21 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.carried import RingSlots
-from r3lite.models.delta_rows import RowTokens, StatePlaces
-from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
-from r3lite.models.kv_cache import KVCache
+from r3lite.models.carried import Ring, RingSlots
+from r3lite.models.delta_rows import RowTokens
+from r3lite.models.kv_cache import CachePass, KVCache
 
 
-class Verification:
+class Verification(CachePass):
     """N tokens laid end to end, some for each of the rows 0 .. B-1 of a cache; the context of a pass over ids [1, N].
 
     The rows' lengths count all of them from now on. `KVCache.truncate` takes back those that were not confirmed.
     """
 
+    drafts = True
+
     def __init__(self, cache: KVCache, additions: Sequence[Sequence[int]]):
         """`additions`: the tokens that are added to each row, at least one."""
-        self.cache = cache
+        super().__init__(cache)
         self.row_count = len(additions)
         counts = [len(tokens) for tokens in additions]
         self.longest = max(counts)
@@ -56,11 +57,9 @@ class Verification:
             is_token = columns < torch.tensor(counts)[:, None]
             self.unpadded = is_token.to(cache.device, non_blocking=True)
         self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
-        self.ring_slots: dict[int, RingSlots] = {}  # by the taps of a convolution
-        self.row_tokens = []
+        self.additions = []
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            self.row_tokens.append(RowTokens(row, start, count))
-        self.state_places: StatePlaces | None = None
+            self.additions.append(RowTokens(row, start, count))
 
     def attend(
         self,
@@ -90,29 +89,11 @@ class Verification:
             out = out[self.unpadded]  # [N, H, D]
         return out.reshape(1, -1, H * D)
 
-    def convolve(
-        self,
-        layer: int,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
-        """See AttentionContext: x [1, N, C] -> [1, N, C]. Writes x to the cache."""
-        ring = self.cache.layers[layer]
-        if ring.taps not in self.ring_slots:
-            self.ring_slots[ring.taps] = ring.slots_of(self.rows[0], self.positions[0])
-        return ring.convolve(x[0], weight, self.ring_slots[ring.taps])[None]
+    def slots_in(self, ring: Ring) -> RingSlots:
+        return ring.slots_of(self.rows[0], self.positions[0])
 
-    def recall(
-        self,
-        layer: int,
-        inputs: DeltaInputs,
-        heads: DeltaHeads,
-    ) -> Tensor:
-        """See AttentionContext: inputs of [1, N] tokens -> [1, N, H D_v]. What is no draft is in the states then."""
-        states = self.cache.layers[layer]
-        if self.state_places is None:
-            self.state_places = StatePlaces(self.row_tokens, states.settled, drafts=True, device=self.cache.device)
-        return states.recall(inputs.flat(), self.state_places)[None]
+    def row_tokens(self) -> list[RowTokens]:
+        return self.additions
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
         """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import GGUF_POINTER, shipped
+from r3lite.core.files import GGUF_POINTER, shipped, similar_path
 from r3lite.models import bitsandbytes_weights, gguf_folder, hub_folder, nf4
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import SIZES, quant_method, read_config
@@ -66,7 +66,7 @@ def resolve_folder(model: str) -> Path:
         return gguf_folder.of(folder)
     if not HUB_ID.fullmatch(model):
         raise R3LiteError(
-            f"no such model folder: {model}",
+            f"no such model folder: {model}{similar_path(model)}",
             "Pass a folder, a hub id such as Qwen/Qwen3-0.6B, or tiny.",
             code="model-absent",
         )
@@ -152,8 +152,8 @@ def load_model(
     With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
     bitsandbytes those that it has in NF4. Tensors are read, and quantized, one by one into a model that has no memory
     of its own yet, so that beside the finished weights only one tensor is in memory at a time. With `streamed` the
-    layers stay in the host's memory, and `model.stream.attach` must follow. Raises R3LiteError naming a tensor that is
-    missing, unexpected or of the wrong shape or type.
+    layers stay in the host's memory, and `model.layer_stream.attach` must follow. Raises R3LiteError naming a tensor
+    that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
     config = model_config(folder)
@@ -208,7 +208,7 @@ def load_model(
                 bar.update()
     bar.close()
     if isinstance(memory, HostLayers):
-        model.stream = LayerStream(memory)
+        model.layer_stream = LayerStream(memory)
     return model.eval()
 
 

@@ -22,15 +22,16 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """What comes before the model's first turn. A baseline takes some of what the model would otherwise write."""
+    """How an episode begins. In a baseline we make the first search or write the answer's heading, not the model."""
 
-    plain: bool = False  # no steps: a chat of one user turn, which has the documents, if any, and then the question
+    # The protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the question.
+    plain: bool = False
     retrieves_first: bool = False  # documents are retrieved before the first turn; the question itself is the query
     forces_answer: bool = False  # the first turn begins with the heading of an answer
 
 
-# By the values of --baseline. `gold` opens as `rag` does; its documents differ, because EvaluateSettings.implied gives
-# it the retriever of the gold paragraphs.
+# By the values of --baseline. `gold` opens as `rag` does, but with another retriever, that of the gold paragraphs: see
+# EvaluateSettings.implied.
 OPENINGS = {
     "none": Opening(),
     "rag": Opening(plain=True, retrieves_first=True),
@@ -51,6 +52,7 @@ class Layout:
     opening: Opening = Opening()
     turn_text: TurnText = field(init=False, repr=False, compare=False)
     observations: Observations = field(init=False, repr=False, compare=False)
+    _thoughts: Thoughts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
@@ -72,11 +74,12 @@ class Layout:
         )
 
     def open(self, transcript: Transcript) -> None:
-        """Appends to an empty transcript what comes before the model's first turn, as far as it is known.
+        """Appends what comes before the model's first turn, as far as it is known, to an empty transcript.
 
-        Without retrieval: the prompt, and the heading of a forced answer. If no answer fits, the transcript ends.
-        With retrieval: the prompt and a step with `pending` queries. `splice` appends their documents.
-        With retrieval in a plain chat: only the `pending` step. `splice` appends the prompt with the documents in it.
+        Without `retrieves_first`: the prompt, and with `forces_answer` the heading of the answer. If there is then no
+        room for an answer, the transcript is finished: CUT_OFF.
+        With `retrieves_first`: the prompt and a step whose queries are `pending`. `splice` appends their documents.
+        With `retrieves_first` and `plain`: only the step. `splice` appends the prompt, which contains the documents.
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
@@ -91,7 +94,8 @@ class Layout:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
             transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
-        # In a plain chat there is no token yet: the step's end is -1. Only training reads ends, and has no baselines.
+        # In a plain chat there is no token yet: the step's end is -1. Only training reads the ends of steps, and
+        # training has no baselines.
         transcript.add_step(first_step)
         transcript.pending = first_step.searches
 
@@ -121,35 +125,40 @@ class Layout:
         Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
         """
         text = self.turn_text.read(transcript)
-        ends_itself = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
-        if transcript.step_awaiting_answer is not None:
-            self._close_answer(transcript, text, ends_itself)
-        elif ends_itself:
+        # A turn that is not complete was cut off by a limit. `is_whole` is true at a stop string, for example.
+        is_complete = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
+        if transcript.forced_step is not None:
+            self._close_answer(transcript, text, is_complete)
+        elif is_complete:
             self._close_step(transcript, self.protocol.parse(text, transcript.steps))
         else:
             self._close_cut_off(transcript, text)
 
     def _close_step(self, transcript: Transcript, step: Step) -> None:
-        """Adds the step of a turn that the model ended, or forces its answer if the episode may not search any more."""
+        """Adds the step of a complete turn, or forces its answer if the episode may not search any more."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
-        # An idle query is blank or repeated. A step of blank ones has no searches, so that it ends the episode anyway.
+        # --end-at-idle-query ends an episode at a blank or repeated query. Blank queries need no check here: a step
+        # with only blank queries has no searches.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
             transcript.finish = ANSWERED
         elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
-        elif len(searching_steps) >= self.lengths.max_hops:
-            self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
-            return
-        else:
+        elif len(searching_steps) < self.lengths.max_hops:
             transcript.pending = step.searches
+        else:
+            self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
+            return  # the step is added with its answer
         transcript.add_step(step)
 
     def _close_cut_off(self, transcript: Transcript, text: str) -> None:
-        """Ends an episode at a turn that a limit cut off, or appends the heading of an answer if it can still have
-        one."""
+        """Closes a turn that a limit cut off: forces an answer after its text, or ends the episode as CUT_OFF.
+
+        An answer can be forced if the model has not begun to write one, see `Protocol.cut_off_heading`.
+        """
         step = self.protocol.parse(text, transcript.steps)
+        # Faults of an unfinished text mean nothing, so TURN_CUT_OFF takes their place.
         step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
         heading = self.protocol.cut_off_heading(text, transcript.steps)
         if heading is not None:
@@ -158,18 +167,17 @@ class Layout:
         transcript.finish = CUT_OFF
         transcript.add_step(step)
 
-    def _close_answer(self, transcript: Transcript, text: str, ends_itself: bool) -> None:
-        """Completes the awaiting step with the turn's answer.
+    def _close_answer(self, transcript: Transcript, text: str, is_complete: bool) -> None:
+        """Adds the forced step with the turn's answer, and ends the episode.
 
-        If the model only repeated our request, it did not answer. A turn that a limit cut off has no answer.
-        `ends_itself`: the model ended the turn, or its text is whole for the protocol, as with a stop string.
+        A turn that a limit cut off (not `is_complete`) has no answer. Nor has a turn that only repeats our request.
         """
-        awaiting = transcript.step_awaiting_answer
+        forced_step = transcript.forced_step
         step = self.protocol.read_answer(text, transcript.steps)
         repeats_request = base.repeats_request(step.answer or "")
-        faults = [*awaiting.faults, *step.faults]
+        faults = [*forced_step.faults, *step.faults]
         answer = None
-        if not ends_itself:
+        if not is_complete:
             faults.append(base.TURN_CUT_OFF)
             transcript.finish = CUT_OFF
         elif repeats_request or step.answer is None:
@@ -178,14 +186,14 @@ class Layout:
             answer = step.answer
             faults += self._faults_of_answer(answer, transcript)
             transcript.finish = ANSWERED
-        transcript.step_of_forced_answer = awaiting
-        transcript.step_awaiting_answer = None
-        transcript.add_step(Step(awaiting.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
+        transcript.closed_forced_step = forced_step
+        transcript.forced_step = None
+        transcript.add_step(Step(forced_step.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
 
     def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
         """Returns the fault of an answer that was copied from the worked example; nothing otherwise.
 
-        A model that was not trained on the format does that, and what it copies looks like an answer.
+        A model that was not trained on the format may copy it, and the copy looks like an answer.
         """
         texts = [transcript.question.text]
         for step in transcript.steps:
@@ -206,7 +214,7 @@ class Layout:
                     f"question {transcript.question.id} with a document and an answer"
                 )
                 raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
-            # The step is taken out, and added again with its answer.
+            # The step is removed here, and added again with its answer.
             transcript.steps.pop()
             transcript.step_ends.pop()
             self._force_answer(transcript, step, base.NO_ROOM)
@@ -227,6 +235,8 @@ class Layout:
         for step in steps:
             text = self.protocol.render(step, len(transcript.steps) + 1)
             turn = self._thoughts.encode_turn(transcript.tokens, text)
+            # Without `user_turns` the documents follow inside the assistant turn: a step that searches ends with a stop
+            # string, without a stop token.
             ends_at_stop_string = not self.protocol.user_turns and text.endswith(self.protocol.stop_strings)
             if not ends_at_stop_string:
                 turn = [*turn, self.tokenizer.stop_id]
@@ -238,7 +248,7 @@ class Layout:
         return transcript
 
     def _force_answer(self, transcript: Transcript, step: Step, fault: str) -> None:
-        """Opens a last turn for the answer of `step`, after the protocol's request for it.
+        """Begins a last turn for the answer of `step`, after the protocol's request for an answer.
 
         The step keeps its analysis, loses its queries and gets the `fault`.
         """
@@ -253,16 +263,16 @@ class Layout:
         request: Sequence[int] = (),
         heading: str | None = None,
     ) -> None:
-        """Begins the forced answer of `step`, or of an empty one for a baseline, or cuts the episode off if there is no
-        room.
+        """Appends `request` and the heading of a forced answer; if no answer fits, the episode is CUT_OFF.
 
-        Appends `request`, which ends the current turn, and then the heading of the answer: by default the protocol's. A
-        thought that is open there is ended before the heading.
+        `step` gets the answer; None: an empty step, for a baseline. With a `request`, which ends the current turn, the
+        answer is a turn of its own; without one it continues the current turn. By default the heading is the
+        protocol's. An open thought is ended before the heading.
         """
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # A request ends the current turn: the answer then has a turn of its own, after all tokens so far.
+        # Where the turn of the answer begins: only a thought of that turn can be open.
         answer_turn_start = len(tokens) if request else transcript.turn_start
         closing_text = self._thoughts.end(tokens, answer_turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
@@ -272,4 +282,4 @@ class Layout:
                 transcript.add_step(step)
             return
         transcript.observe(observation)
-        transcript.step_awaiting_answer = step or Step()
+        transcript.forced_step = step or Step()

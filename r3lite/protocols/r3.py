@@ -69,7 +69,8 @@ VERIFICATION_NOTE = "{h.verification} [2] Marta Lindqvist shows the town, [1] Lj
 class R3(Protocol):
     """Parses and renders R3 steps.
 
-    `parse(render(step, k), earlier) == step` for every well-formed step k = len(earlier) + 1, but for its documents.
+    Parsing undoes rendering: with k = len(earlier) + 1, `parse(render(step, k), earlier)` equals `step` without its
+    documents, for every step without faults.
     """
 
     init_prompt: str
@@ -80,7 +81,7 @@ class R3(Protocol):
     headings: Headings = Headings()
 
     faults = FAULTS
-    user_turns = True
+    user_turns = True  # documents are user turns of the chat, see Protocol
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
@@ -147,7 +148,7 @@ class R3(Protocol):
         searches = steps[-1].searches
         if len(searches) == 1:
             documents = render_documents(searches[0].documents)
-        else:  # those of each query stand below it
+        else:  # the documents of each query stand below the query
             numbered_queries = [f"{i}. {search.query}" for i, search in enumerate(searches, 1)]
             documents = render_each(numbered_queries, searches)
         values = {"documents": documents, "question": question, "step": str(len(steps) + 1)}
@@ -161,21 +162,21 @@ class R3(Protocol):
         return f"{self.headings.step} {number}:\n{self.headings.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        # The text follows a step whose other parts are filled in, so that only the answer's own faults are found.
-        verification = ""
-        if self.verifies:
-            verification = "-"
-        opening = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
-        return self.parse(opening.rstrip() + text, earlier)
+        # The model wrote only `text`, behind the heading of the answer. "-" stands for the parts that it could not
+        # write, so that `parse` finds only faults of the answer.
+        verification = "-" if self.verifies else ""
+        placeholder = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
+        return self.parse(placeholder.rstrip() + text, earlier)
 
     def step_request(self, number: int) -> str:
         return f"Write {self.headings.step} {number} now, and nothing else."
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """Reads a turn strictly; `faults` names everything that is wrong with it.
+        """Reads a turn strictly; the step's `faults` name everything that is wrong with the turn.
 
         A usable query, or else a usable answer, is kept in spite of faults, so that the episode can go on and be
-        rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable.
+        rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable: it is
+        not clear which one is meant. Of two queries the first is used, because a search does not end the episode.
         """
         step_heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         body = text
@@ -188,15 +189,14 @@ class R3(Protocol):
         for heading, section in zip(written_headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text between `Step k:` and the first heading stands in the place of the analysis, whose heading it lacks. If
-        # `Step k:` itself or all headings are absent, another fault says so.
+        # Text between `Step k:` and the first heading. Without one of these two, another fault is reported.
         has_stray_text = step_heading and written_headings and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=has_stray_text or not analysis,
+            no_analysis=has_stray_text or not analysis,  # stray text is taken for an analysis without its heading
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.headings.answer), faults)
@@ -209,7 +209,6 @@ class R3(Protocol):
         )
         has_two_answers = written_headings.count(self.headings.answer) > 1
         if (has_query and has_answer) or has_two_answers:
-            # It is not clear which one is meant.
             queries = []
             answer = None
         faults += faults_if(repeated_query=_has_repeated(queries, earlier))
@@ -222,7 +221,7 @@ class R3(Protocol):
         )
 
     def _check_verification(self, sections: dict[str, str], faults: list[str]) -> None:
-        """Appends to `faults` what is wrong with the place of the verification, or with its absence."""
+        """Appends to `faults` if the verification is missing, or not where it should be."""
         has_answer = self.headings.answer in sections
         has_verification = self.headings.verification in sections
         is_after_answer = False
@@ -273,7 +272,7 @@ class R3(Protocol):
 
 
 def _has_repeated(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
-    """Returns whether a query of a step asks what an earlier step, or a query before it in the step, has asked."""
+    """Returns whether a query of a step repeats one of an earlier step, or one before it in the same step."""
     for i, query in enumerate(queries):
         step_before_query = Step(searches=tuple(map(Search, queries[:i])))
         if asked_before(query, [*earlier, step_before_query]):

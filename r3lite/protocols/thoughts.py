@@ -31,18 +31,33 @@ class Thoughts:
 
         If the format itself has <think>, the thought stays.
         """
-        text = self.tokenizer.decode(tokens[start:]).removeprefix(self.tokenizer.lead)
+        # Where the template has ended the thought, a model may think all the same: without <think>, but with the token
+        # that ends a thought.
+        ends_thought = self.tokenizer.thought_end_id in tokens[start:]
+        if ends_thought and not self.in_format:
+            _, _, reply = self._decode(tokens, start).partition(THOUGHT_END)
+            return reply.lstrip()
+        return self.readable(tokens, start)
+
+    def readable(self, tokens: Sequence[int], start: int) -> str:
+        """Returns what a user reads of the turn that begins at `start`, while it is written: the text that `read` will
+        return, as far as it is known.
+
+        A thought without <think> stays: it looks like text until its end, and the user has read it by then.
+        """
+        text = self._decode(tokens, start)
         is_opened = self.are_opened(tokens, start)
         if self.in_format:
             if is_opened:
                 return THINK + text
             return text
         thought, _, reply = text.partition(THOUGHT_END)
-        # A model whose thought was ended for it may think all the same, and end that by its own token.
-        thinks = is_opened or thought.lstrip().startswith(THINK) or self.tokenizer.thought_end_id in tokens[start:]
-        if thinks:
+        if is_opened or thought.lstrip().startswith(THINK):
             return reply.lstrip()
         return text
+
+    def _decode(self, tokens: Sequence[int], start: int) -> str:
+        return self.tokenizer.decode(tokens[start:]).removeprefix(self.tokenizer.lead)
 
     def encode_turn(self, prefix: Sequence[int], text: str) -> list[int]:
         """Returns the tokens of a turn's text as the model writes it after the tokens `prefix`.

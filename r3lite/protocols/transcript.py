@@ -13,26 +13,31 @@ from r3lite.core.token_record import TokenRecord
 
 @dataclass
 class Transcript(TokenRecord):
-    """The tokens of one episode and its steps so far."""
+    """The tokens of one episode and its steps so far.
+
+    In a turn with a *forced answer* the layout writes the heading of the answer, and the model only the answer. Answers
+    are forced after --max-hops searches, after a turn that a limit cut off, where no documents fit, and in baselines.
+    """
 
     question: Question
     steps: list[Step] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
-    step_awaiting_answer: Step | None = None  # the step whose forced answer the current turn writes
-    step_of_forced_answer: Step | None = None  # the same step when its turn is over, if the answer ended the episode
+    forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
+    closed_forced_step: Step | None = None  # `forced_step` once its turn is over, for `Sequence.reopened`
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that the model did not write; a new turn starts after them."""
+        """Appends tokens that the model did not write. A new turn starts after them.
+
+        No answer is forced in the new turn, unless `Layout` sets `forced_step` after this call.
+        """
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.turn_start = len(self.tokens)
-        self.step_awaiting_answer = (
-            None  # a forced answer is awaited from one turn only: `Layout` sets it after this call
-        )
+        self.forced_step = None
 
     def write(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the model wrote."""
@@ -50,7 +55,7 @@ class Transcript(TokenRecord):
         return self.tokens[self.turn_start :]
 
     def episode(self) -> Episode:
-        """Returns the episode so far, without its tokens. Its `finish` is None, not a text, while it goes on."""
+        """Returns the episode so far, without its tokens. Its `finish` is None while it goes on."""
         return Episode(
             question=self.question,
             steps=list(self.steps),

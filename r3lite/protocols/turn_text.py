@@ -1,6 +1,6 @@
 """The text of a turn while it is written: as the protocol parses it, and as a user reads it.
 
-Little of it is decoded: that is done after each token.
+The end of a turn is looked for after each token, so only the last few tokens are decoded for that.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,23 @@ class TurnText:
 
     def read(self, transcript: Transcript) -> str:
         """Returns the text of the current turn as the protocol parses it."""
-        if transcript.step_awaiting_answer is not None:
+        if transcript.forced_step is not None:
             return self.tokenizer.decode(transcript.turn)
         return self.thoughts.read(transcript.tokens, transcript.turn_start)
 
     def readable(self, transcript: Transcript, turn_is_over: bool) -> str:
-        """Returns the text of the current turn for a user: with its forced heading, without its thought, and up to a
-        stop string.
+        """Returns the text of the current turn for a user: with the heading of a forced answer, without a thought that
+        began with <think>, and up to a stop string.
 
-        While the turn goes on, the text of each call continues that of the call before: incomplete characters, and
+        While the turn goes on, the text of each call continues the text of the call before: incomplete characters, and
         what may be the beginning of a thought or of a stop string, are left out until `turn_is_over`.
         """
-        text = self.read(transcript)
-        if transcript.step_awaiting_answer is not None:
-            text = self.protocol.answer_heading + text
-            if transcript.step_awaiting_answer.analysis:
+        forced_step = transcript.forced_step
+        if forced_step is None:
+            text = self.thoughts.readable(transcript.tokens, transcript.turn_start)
+        else:
+            text = self.protocol.answer_heading + self.tokenizer.decode(transcript.turn)
+            if forced_step.analysis:
                 text = f"\n{text}"
         stops = self.protocol.stop_strings
         stop_places = [text.index(stop) for stop in stops if stop in text]
@@ -65,9 +67,9 @@ class TurnText:
         return any(stop in self.tokenizer.decode(turn[-len(stop.encode()) :]) for stop in stops)
 
     def _may_end_stop_string(self, token: int) -> bool:
-        """Returns whether a token has the last character of a stop string, or some bytes of it.
+        """Returns whether a token has the last character of a stop string, or some of the bytes of this character.
 
-        Few tokens have, so that little text is decoded.
+        This is true of few tokens, so little text is decoded.
         """
         text = self.tokenizer.decode([token])
         has_bytes = BYTES in text

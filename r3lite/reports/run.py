@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import load_toml, read_jsonl, read_record
+from r3lite.core.files import load_toml, read_jsonl, read_record, similar_path
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
@@ -64,7 +64,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     folders: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
-            raise R3LiteError(f"{path} is not a folder", REMEDY, code="not-a-folder")
+            raise R3LiteError(f"{path} is not a folder{similar_path(path)}", REMEDY, code="not-a-folder")
         run_folders = [path]
         if not is_run(path):
             run_folders = sorted(filter(is_run, path.iterdir()), key=start_of)

@@ -39,6 +39,7 @@ from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint, write
 from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
 from r3lite.retrieval.search import best, with_scores
 from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add_vectors, blocks_of, open_vectors, write_vectors
+from r3lite.settings.retrieval import BUILD
 
 VERSION = 1
 VECTORS = "index.faiss"
@@ -52,7 +53,6 @@ FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
 ADDED_LIMIT = 10_000  # vectors that may be beside the index, or a tenth of it if that is more; beyond that they join it
-BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
 

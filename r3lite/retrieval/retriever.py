@@ -24,8 +24,9 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
     return [[] for _ in pairs]
 
 
-# Builders of the retrievers that --retriever names, by name: functions of the setup and of the number of documents per
-# query. An address and a web service have no entry: `_build_one` imports their builders.
+# Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
+# Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports their
+# builders.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.own_places),
     "lexical": lexical_retriever,
@@ -36,21 +37,25 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """Returns the retriever of the settings, or one for each kind of source. They run on the CPU."""
+    """Returns the retriever of the settings; with several kinds of source (web, news, ...), a retriever for each kind.
+
+    They run on the CPU.
+    """
     settings = setup.settings
-    settings_by_kind = settings.of_sources
+    settings_by_kind = settings.of_sources  # of the kinds for which --source-index names a retriever
     if settings.is_web:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
-        # The service also searches its other kinds of source, except those for which --source-index names a retriever.
+        # A web service has several kinds of source. The default retriever asks for `setup.kind`; each other kind gets a
+        # retriever with the same settings, unless --source-index names one.
         settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
     default_retriever = _build_one(setup)
     if not settings_by_kind:
         return default_retriever
     by_kind = {}
     for kind, settings_of_kind in settings_by_kind.items():
-        # In `Setup.default` it finds the reranker, the encoder and the query cache, which all kinds share.
+        # All kinds share the reranker, the encoder and the query cache of the default retriever's setup.
         by_kind[kind] = _build_one(replace(setup, settings=settings_of_kind, kind=kind, default=setup))
     return Routes(default_retriever, by_kind)
 
@@ -68,7 +73,7 @@ def _build_one(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k), setup.gives_up)
-    reranker = setup.reranker  # loads the model: before an index is built, so that an error shows at once
+    reranker = setup.reranker  # this property loads the model: before an index is built, so that an error shows early
     candidates = build(setup, CANDIDATES * settings.top_k)
     return Tolerant(Reranked(candidates, reranker, settings.top_k), setup.gives_up)
 
@@ -76,8 +81,9 @@ def _build_one(setup: Setup) -> Retrieve:
 class Tolerant:
     """A retriever that returns a `Failure` in place of the documents of a query that fails.
 
-    If a batch fails, its queries are tried again one by one, so that each fails for its own reason only. Each reason is
-    printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Bugs of r3lite are not caught.
+    If a batch fails, its queries are tried again one by one, so that one query does not make others fail. Each reason
+    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Bugs of r3lite are not
+    caught.
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):

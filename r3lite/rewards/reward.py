@@ -15,7 +15,7 @@ from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
 ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
-MIN_QUESTIONS = 8  # if all episodes of so many questions lack a reward, that is not by chance
+MIN_QUESTIONS = 8  # all episodes of this many questions do not lack a reward by chance
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Rollout:
     off_policy: bool = False  # not sampled in this round; its log-probabilities are of the policy that wrote it
     failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions of its N action tokens
-    signal: float | None = None  # whether its group has variance is decided by it, see EpisodeReward; None: `total`
+    signal: float | None = None  # see EpisodeReward.signal; None: `total`
 
     @property
     def total(self) -> float:
@@ -43,8 +43,7 @@ class Rollout:
     def with_final_reward(record: TokenRecord, reward: float, group: int) -> "Rollout":
         """Returns an episode whose whole reward is given at its last action, with values 0.
 
-        If a record has no log-probabilities, they are set to 0: the policy that wrote the tokens is taken to have given
-        each the probability 1.
+        If the record has no log-probabilities, they are 0, as if the policy that wrote the tokens had been certain.
         """
         mask = record.action_mask
         zeros = [0.0] * sum(mask)
@@ -62,8 +61,7 @@ class Rollout:
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The learner fills in the fields from `trainer_logprobs` on. Off-policy rows stand behind the on-policy rows of their
-    group.
+    The learner sets the fields from `trainer_logprobs` on. The off-policy rows of a group stand behind its other rows.
     """
 
     tokens: Tensor  # [B, T] long
@@ -152,11 +150,12 @@ class Batch:
         return [tokens[:length] for tokens, length in rows]
 
     def mini_batches(self, size: int, seed: str, by_group: bool) -> list[list[int]]:
-        """Returns the rows of each mini-batch of an epoch, shuffled by `seed`: whole groups with `by_group`, else rows.
+        """Returns the rows of each mini-batch of an epoch.
 
-        There are as few mini-batches of at most `size` on-policy rows as possible, and they are about equally large, so
-        that no step has a small rest alone. A group that crosses a boundary is split between two mini-batches. An
-        off-policy row goes with the row before it.
+        The order of the rows is shuffled by `seed`; with `by_group` the order of the groups, so that the rows of a
+        group stay neighbours. Then the order is cut into as few mini-batches of at most `size` on-policy rows as
+        possible, of about equal size, so that none is small. A cut may divide a group. An off-policy row goes with the
+        row before it.
         """
         if by_group:
             blocks = [self._rows_of_group(group) for group in self.groups.unique()]
@@ -166,7 +165,7 @@ class Batch:
         units: list[list[int]] = []  # each an on-policy row, with the off-policy rows that go with it
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
-                units[-1].append(row)  # needs `by_group`: only then is the row before it one of the same group
+                units[-1].append(row)  # needs `by_group`: only then is the row before of the same group
             else:
                 units.append([row])
         count = math.ceil(len(units) / size)

@@ -42,7 +42,10 @@ from r3lite.settings import RLSettings
 
 
 class UpdateBudget(Protocol):
-    """Judges the last update by the KL of the policy from the reference, and sets the next one's learning rate."""
+    """Keeps the KL of the policy from the reference small, as --kl-budget says; see training/kl_budget.py.
+
+    The episodes of a round are sampled after the update of the round before: their KL measures that update.
+    """
 
     metrics: dict[str, float]  # of the current round
 
@@ -50,19 +53,11 @@ class UpdateBudget(Protocol):
         """Called before round `number`, with the number of rollbacks that the collapse guard has made so far."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the last update by the KL and its standard error, and sets the learning rate of the next one.
+        """Judges the update of the round before by the KL and its standard error; sets the next update's learning rate.
 
-        Returns False if the last update was taken back: then the round must not be learned from.
+        If the KL is too large, restores the weights from before that update and returns False. The policy that sampled
+        this round is then gone, so the round must not be learned from.
         """
-
-
-@dataclass(frozen=True)
-class MeasuredLoss:
-    """The loss of a micro-batch, and what is measured of its action tokens."""
-
-    loss: Tensor  # [] summed over the tokens, with gradients
-    sums: list[Sums]  # sums of the metrics, one for each chunk: they are added up later, always in one order
-    log_ratios: Tensor  # [2, N] for the N on-policy tokens; `MeasuredChunk` explains the two rows
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,15 @@ class MeasuredChunk:
     # [2, n], two logs of ratios for each token. Row 0 is the current log-probability minus the one that the sampler
     # recorded. Row 1 is the log of the ratio that the algorithm clips.
     log_ratios: Tensor
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """The loss of a micro-batch, and what is measured of its action tokens."""
+
+    loss: Tensor  # [] summed over the tokens, with gradients
+    sums: list[Sums]  # sums of the metrics, one for each chunk: they are added up later, always in one order
+    log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 
 
 @dataclass
@@ -132,8 +136,7 @@ class Learner:
                 norms.append(norm)
         bar.close()
         metrics = self._metrics(step_sums, first_epoch_log_ratios, norms)
-        beta_metric = self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
-        metrics |= beta_metric
+        metrics |= self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
         metrics |= self.algorithm.statistics(batch)
         if self.budget:
             metrics |= self.budget.metrics
@@ -145,7 +148,7 @@ class Learner:
         first_epoch_log_ratios: list[Tensor],
         norms: list[float],
     ) -> dict[str, float]:
-        """Returns means over the tokens of all ranks and optimizer steps; the arguments are those of this rank."""
+        """Returns means over the tokens of all ranks and optimizer steps. The arguments are only this rank's."""
         by_rank = self.ranks.gather((step_sums, first_epoch_log_ratios))
         sums_by_rank, log_ratios_by_rank = zip(*by_rank, strict=True)  # both are indexed by [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
@@ -159,7 +162,8 @@ class Learner:
         return metrics
 
     def sum_over_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
-        """Returns the sum over the ranks of `work(*args)` [B, T]; each rank computes its own rows, others are 0."""
+        """Returns the sum over the ranks of `work(*args)` [B, T], in which a rank computes its rows and the others are
+        0."""
         # "update" is the phase of passes over whole rows, with gradients or without: if memory runs out in it, the
         # passes become smaller.
         return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
@@ -177,27 +181,28 @@ class Learner:
 
         Rows of other ranks are 0.
         """
-        return self._of_actions(action_logprobs, batch)
+        return self._measure_actions(action_logprobs, batch)
 
     def policy_entropies(self, batch: Batch) -> Tensor:
         """Returns the entropies [B, T] of the distributions of the action tokens, as in `policy_logprobs`."""
-        return self._of_actions(action_entropies, batch)
+        return self._measure_actions(action_entropies, batch)
 
     @torch.no_grad()
-    def _of_actions(self, measure: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """Returns the results of `measure(model, batch)` for the action tokens of this rank's rows: [B, T], else 0."""
+    def _measure_actions(self, measure: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Returns the numbers of `measure(model, batch)` as [B, T]: at the action tokens of this rank's rows, else
+        0."""
         measured = torch.zeros_like(batch.logprobs)
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
                 micro_batch = batch.select(rows)
-                of_actions = measure(
+                numbers = measure(
                     self.model,
                     micro_batch,
                     vocabulary=self.vocabulary,
                     temperature=self.temperature,
                     chunk=self.grant.memory.loss_chunk,
                 )
-                measured[rows] = micro_batch.spread(of_actions.cpu())
+                measured[rows] = micro_batch.spread(numbers.cpu())
         return measured
 
     def mean_entropies(self, batch: Batch) -> Tensor:
@@ -208,7 +213,7 @@ class Learner:
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """Returns this rank's rows in packs that go through the model together.
 
-        Rows without a teacher come first, then those with one, which have another loss.
+        Rows without a teacher come first, then rows with a teacher, which have another loss.
         """
         token_rows = batch.token_rows()
         row_limit = self.settings.micro_batch_size or len(batch)
@@ -231,7 +236,8 @@ class Learner:
         batch = replace(batch, weights=self.algorithm.weights(batch))  # before rows are divided among micro-batches
         sums: list[Sums] = []
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
-        with cast_once(self.model, self.precision.dtype):  # no weight changes within: the adapter is cast once
+        # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
+        with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
                 micro_batch = batch.select(rows)
                 if micro_batch.teacher[0] is None:  # then no row of the micro-batch has a teacher
@@ -252,6 +258,8 @@ class Learner:
             head = self.model.head_weight[: self.vocabulary]
             chunk_size = self.grant.memory.loss_chunk
             if self.algorithm.has_episode_ratios:
+                # The loss sees one chunk of tokens at a time, but these algorithms need the mean over an episode first.
+                # So the head is applied twice, here without gradients: gspo.py explains why none are needed.
                 logprobs, _ = token_logprobs(
                     hidden.detach(),
                     head,
@@ -283,10 +291,11 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
+        # The names of the numbers of tokens are the kind of token and "tokens", see losses.TOKENS.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
-            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,  # `<kind>tokens` is a number of tokens, see TOKENS
+            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
         }
         return MeasuredLoss(loss, [*sums, totals], log_ratios)
 
@@ -339,7 +348,7 @@ class Learner:
         return MeasuredLoss(loss, [*sums, totals], log_ratios=loss.new_empty(2, 0))
 
     def explain_overflow(self) -> str:
-        """Runs the last micro-batch again; returns a text that says which layer overflowed first, or that none did."""
+        """Runs the last micro-batch again; returns a text that names the layer that overflowed first, if any did."""
         with self.precision.autocast():
             return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last_micro_batch))
 

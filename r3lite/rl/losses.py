@@ -4,9 +4,9 @@ Pure functions. A loss takes and returns tensors of one shape. A normalizer give
 of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens that have a loss and returns their weights
 [B, T], 0 elsewhere.
 
-Metrics are summed over tokens chunk by chunk, and then divided. There are three kinds of tokens. The name of a metric
-begins with the kind over which it is a mean: OFF_POLICY, tokens that the policy did not sample; GUIDED, tokens with a
-teacher's distribution; no prefix, the policy's own tokens that learn from rewards, for every algorithm.
+Metrics are summed over tokens chunk by chunk, and then divided by the number of tokens. There are three kinds of
+tokens, and the name of a metric begins with its kind: OFF_POLICY, tokens that the policy did not sample; GUIDED, tokens
+with a teacher's distribution; without a prefix, the policy's own tokens that learn from rewards.
 """
 
 import math
@@ -155,7 +155,7 @@ def means_of(sums: Sums) -> dict[str, float]:
 
 
 def _kind(name: str) -> str:
-    """Returns the kind of tokens that a metric is a mean over; empty: the policy's own that learn from rewards."""
+    """Returns the kind of tokens over which a metric is a mean: OFF_POLICY, GUIDED or "", see the top of this file."""
     for kind in (OFF_POLICY, GUIDED):
         if name.startswith(kind):
             return kind
@@ -168,10 +168,10 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the
     log of the ratio that the algorithm clips.
 
-    The differences, under TRL's names, are |row 0| of the first mini-batch alone. It is computed with the weights of
-    the sampler, before the first optimizer step, so they are rounding only. The share of tokens with a ratio outside
-    the clip, whatever their advantages, is over the whole epoch, in which the policy moves. A metric without tokens is
-    left out.
+    The differences, under TRL's names, are |row 0| of the first mini-batch alone. This mini-batch is computed with the
+    weights of the sampler, before the first optimizer step, so the differences are rounding only. The share of tokens
+    with a ratio outside the clip, whatever their advantages, is over the whole epoch, in which the policy moves. A
+    metric without tokens is left out.
     """
     metrics = {}
     first_mini_batch = log_ratios[0]

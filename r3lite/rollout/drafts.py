@@ -2,18 +2,19 @@
 
 Much of what a trained model writes stands before it: in the question, in documents, in its earlier steps.
 
-1. Lookup (prompt lookup decoding). A draft is what followed the last occurrence of a row's last 3 tokens, else of its
-   last 2: in the episode itself, or in another one of its question that is sampled in the same run.
-2. Length. A place is drafted if it pays: the probability that it is kept, against `PLACE_COST` of a pass. The
-   probability is p^place, where p is the share of drafts that was accepted in this run after matches of this length.
-   All is a function of tokens and numbers of rows, never of the clock, so that runs are repeated to the bit.
-3. Verification. One pass runs each row's last token and its draft (models/verification.py). Then the engine samples
-   place by place, as it does without drafts, those rows whose tokens agree with their drafts so far. A row leaves when
-   its token differs, ends its turn or is no number. So a uniform number is drawn for a token that is kept, and for no
-   other; tokens are those of sampling one by one, but for the rounding of wider passes.
-4. Roll-back. The rows of the cache end with the tokens that were kept: `Scheduler.split`.
-   If a number of the pass is not finite, all of it is taken back, and the rows are run without drafts: what follows a
-   draft has a weight of 0 in the attention of places before it, which does not remove a NaN.
+1. Lookup (prompt lookup decoding). We look for the last occurrence of a row's last 3 tokens, else of its last 2: in the
+   episode itself, or in another episode of the question in the same run. The draft is what followed there.
+2. Length. The i-th token of a draft is accepted with probability p^i, where p is the share of drafted tokens that were
+   accepted in this run after matches of this length. A draft gets longer as long as p^i exceeds the cost of one more
+   token (see TOKEN_COST). The costs are constants and not measured by the clock, so that runs are repeated to the bit.
+3. Verification. One pass runs each row's last token and its draft (models/verification.py). Then the engine samples as
+   it does without drafts: first the token after each row's last one; then the next one of each row whose sampled token
+   equals the drafted one; and so on. A row drops out when its token differs, ends its turn, or has logits that are not
+   finite. So uniform numbers are drawn only for tokens that stay, and these tokens are those of sampling one by one,
+   except for the rounding of wider passes.
+4. Roll-back. `Scheduler.split` removes the drafted tokens that were not accepted from the cache.
+   If a number of the pass is not finite, all of the pass is taken back, and the rows are run without drafts. A NaN may
+   come from a draft: attention gives later tokens a weight of 0, but 0 times NaN is NaN.
 
 CUDA graphs have shapes of one token a row: with them nothing is drafted.
 """
@@ -29,51 +30,51 @@ from r3lite.rollout.sequence import Sequence
 from r3lite.settings.rollout import MOST_DRAFTED, LengthSettings
 
 LONGEST_MATCH = 8  # a longer match counts as one of this length
-# A pass takes about 1 + rows * ROW_COST + drafted tokens * PLACE_COST of what reading its weights takes.
+# The unit of time is that of reading all weights once. A pass takes 1 + ROW_COST * rows + TOKEN_COST * drafted tokens.
 ROW_COST = 0.1
-PLACE_COST = 0.06
-STREAMED_PLACE_COST = 0.01  # the same on a card to which layers are copied, which takes longer than many tokens
-PASS_COST = 0.1  # what a verification takes beside its places
-MARGIN = 1.25  # a place is drafted if it pays so many times
-# What is expected of a match before drafts were made: the share that is accepted, by the length of the match.
+TOKEN_COST = 0.06
+STREAMED_TOKEN_COST = 0.01  # TOKEN_COST where layers are copied to the device: the unit of time is then longer
+PASS_COST = 0.1  # what a pass with drafts takes in addition, however many tokens they have
+MARGIN = 1.25  # what drafts must bring, divided by what they cost
+# The share of drafted tokens that is expected to be accepted, by the length of the match, before any was examined.
 EXPECTED = (0.0, 0.0, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.8)
-EXPECTED_WEIGHT = 8.0  # it counts as much as so many drafted tokens
-FADING = 0.99  # what was counted fades at each match of the same length, as what a model writes changes
+EXPECTED_WEIGHT = 8.0  # how many examined tokens the expected share counts for
+FADING = 0.99  # the counts of examined tokens are multiplied by it at each match, because a model's texts change
 
-Place = tuple[list[int], int]  # the tokens of an episode, and the index of the token that followed a match
+Occurrence = tuple[list[int], int]  # the tokens of an episode, and the index of the token that followed a match
 
 
 class Occurrences:
     """Where pairs and triples of tokens occurred last with a token after them, in one text or several."""
 
     def __init__(self):
-        self.pairs: dict[tuple[int, int], Place] = {}
-        self.triples: dict[tuple[int, int, int], Place] = {}
+        self.pairs: dict[tuple[int, int], Occurrence] = {}
+        self.triples: dict[tuple[int, int, int], Occurrence] = {}
 
     def read(self, tokens: list[int], first: int) -> None:
-        """Takes in a text from the index `first` on; what is before it was taken in already."""
+        """Adds the occurrences in a text from the index `first` on; those before it were added already."""
         for index in range(max(first, 2), len(tokens)):
-            place = (tokens, index)
+            occurrence = (tokens, index)
             pair = (tokens[index - 2], tokens[index - 1])
-            self.pairs[pair] = place
+            self.pairs[pair] = occurrence
             if index > 2:
-                self.triples[tokens[index - 3], *pair] = place
+                self.triples[tokens[index - 3], *pair] = occurrence
 
 
 @dataclass
 class Reader:
-    """What was taken in of one sequence."""
+    """The occurrences in one sequence, as far as it was read."""
 
     sequence: Sequence
     occurrences: Occurrences = field(default_factory=Occurrences)
-    length: int = 0  # tokens that were taken in
+    length: int = 0  # tokens that were read
 
 
 @dataclass
 class Acceptance:
-    """How many of the drafted tokens that followed matches of one length were accepted; both numbers fade."""
+    """How many drafted tokens were examined and accepted, after matches of one length. Both numbers fade."""
 
-    expected: float
+    expected: float  # the share that is expected before any was examined
     accepted: float = 0.0
     examined: float = 0.0
 
@@ -84,76 +85,77 @@ class Acceptance:
         return accepted / (self.examined + EXPECTED_WEIGHT)
 
     def fade(self) -> None:
-        """Makes what was counted weigh less than what will be."""
+        """Makes the tokens examined so far count less than later ones."""
         self.accepted *= FADING
         self.examined *= FADING
 
 
 @dataclass
 class Agreement:
-    """What became of the drafts of a pass, by row."""
+    """How far the drafts of a pass agreed with the sampled tokens, by row."""
 
     examined: list[int]  # drafted tokens that were compared with sampled ones
-    accepted: list[int]  # those that were equal
+    accepted: list[int]  # drafted tokens that were equal to sampled ones
     failed: set[int]  # ids of the sequences whose logits were not finite
 
 
 class Drafter:
-    """Makes the drafts of the sequences of one run, and records what becomes of them."""
+    """Proposes drafts for the sequences of one run, and counts how many of their tokens are accepted."""
 
     def __init__(
         self,
         limit: int,
         stop_id: int,
         sequences: Several[Sequence] = (),
-        place_cost: float = PLACE_COST,
+        token_cost: float = TOKEN_COST,
     ):
         """A draft has at most `limit` tokens and none after a stop token.
 
-        Of the `sequences`, those of the same question draft for each other.
+        `sequences` are those of the run. Sequences of the same question draft for each other.
         """
         self.limit = limit
         self.stop_id = stop_id
-        self.place_cost = place_cost
-        self.readers: dict[int, Reader] = {}  # by the id of a sequence that is not finished
-        episodes = Counter(id(sequence.question) for sequence in sequences)
-        self.groups: dict[int, Occurrences] = {}  # by the id of a question with several episodes
-        for question, count in episodes.items():
+        self.token_cost = token_cost
+        self.readers: dict[int, Reader] = {}  # of unfinished sequences, by Python's id of the sequence
+        episode_counts = Counter(id(sequence.question) for sequence in sequences)
+        self.groups: dict[int, Occurrences] = {}  # of questions with several episodes, by Python's id of the question
+        for question_id, count in episode_counts.items():
             if count > 1:
-                self.groups[question] = Occurrences()
+                self.groups[question_id] = Occurrences()
         self.acceptances = [Acceptance(share) for share in EXPECTED]
         self.matches: list[int] = []  # of each row: the length of the match of its last draft
 
-    def propose(self, rows: list[Sequence], rooms: list[int]) -> list[list[int]]:
-        """Returns a draft of each row; an empty one if it has none that pays.
+    def propose(self, rows: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Returns a draft for each row, empty if none pays. `limits` are the most tokens that each row's draft may
+        have.
 
-        Of each row `rooms` has how many tokens its draft may have.
+        A draft pays if it brings more tokens than are sampled without drafts in the time that the draft takes.
         """
-        per_pass = len(rows) / (1 + ROW_COST * len(rows))  # tokens in the time in which the weights are read once
-        price = MARGIN * self.place_cost * per_pass  # the tokens that a place must bring to pay
+        speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
+        price = MARGIN * self.token_cost * speed  # tokens that a drafted token must bring on average
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
         self._read(rows)
-        free_places = MOST_DRAFTED
-        gain = 0.0
-        for row, (sequence, room) in enumerate(zip(rows, rooms, strict=True)):
-            length, place = self._match(sequence)
+        free_tokens = MOST_DRAFTED
+        gain = 0.0  # tokens that the drafts bring on average
+        for row, (sequence, row_limit) in enumerate(zip(rows, limits, strict=True)):
+            length, occurrence = self._match(sequence)
             if not length:
                 continue
             acceptance = self.acceptances[length]
             acceptance.fade()
-            limit = min(self.limit, room, free_places)
+            limit = min(self.limit, row_limit, free_tokens)
             count, row_gain = worthwhile(acceptance.share, price, limit)
-            drafts[row] = self._continuation(place, count)
+            drafts[row] = self._continuation(occurrence, count)
             self.matches[row] = length
-            free_places -= len(drafts[row])
+            free_tokens -= len(drafts[row])
             gain += row_gain
-        if gain < MARGIN * PASS_COST * per_pass:
+        if gain < MARGIN * PASS_COST * speed:
             return [[] for _ in rows]
         return drafts
 
     def count(self, agreement: Agreement) -> None:
-        """Counts what became of the drafts that were proposed last."""
+        """Counts the examined and accepted tokens of the drafts that were proposed last."""
         pairs = zip(agreement.examined, agreement.accepted, strict=True)
         for length, (examined, accepted) in zip(self.matches, pairs, strict=True):
             acceptance = self.acceptances[length]
@@ -161,7 +163,7 @@ class Drafter:
             acceptance.accepted += accepted
 
     def _read(self, rows: list[Sequence]) -> None:
-        """Takes in what the rows have got since the last call, and forgets sequences that are finished."""
+        """Reads the tokens that the rows have got since the last call, and forgets sequences that are finished."""
         finished = [key for key, reader in self.readers.items() if reader.sequence.finish is not None]
         for key in finished:
             del self.readers[key]
@@ -173,35 +175,36 @@ class Drafter:
                 group.read(sequence.tokens, reader.length)
             reader.length = len(sequence.tokens)
 
-    def _match(self, sequence: Sequence) -> tuple[int, Place]:
-        """Returns how many of a sequence's last tokens occurred before, or 0, and where the text went on after them."""
+    def _match(self, sequence: Sequence) -> tuple[int, Occurrence]:
+        """Returns how many of a sequence's last tokens occurred before, or 0, and the occurrence."""
         tokens = sequence.tokens
-        texts = [self.readers[id(sequence)].occurrences]
+        searched = [self.readers[id(sequence)].occurrences]
         group = self.groups.get(id(sequence.question))
         if group:
-            texts.append(group)
+            searched.append(group)
         pair = tuple(tokens[-2:])
         triple = tuple(tokens[-3:])
-        for text in texts:
-            if triple in text.triples:
-                place = text.triples[triple]
-                return _match_length(tokens, place), place
-        for text in texts:
-            if pair in text.pairs:
-                return 2, text.pairs[pair]
+        for occurrences in searched:
+            if triple in occurrences.triples:
+                occurrence = occurrences.triples[triple]
+                return _match_length(tokens, occurrence), occurrence
+        for occurrences in searched:
+            if pair in occurrences.pairs:
+                return 2, occurrences.pairs[pair]
         return 0, ([], 0)
 
-    def _continuation(self, place: Place, count: int) -> list[int]:
-        """Returns at most `count` tokens from a place on, none of them after a stop token."""
-        tokens, first = place
+    def _continuation(self, occurrence: Occurrence, count: int) -> list[int]:
+        """Returns at most `count` tokens that followed an occurrence, none of them after a stop token."""
+        tokens, first = occurrence
         draft = tokens[first : first + count]
         if self.stop_id in draft:
             return draft[: draft.index(self.stop_id) + 1]
         return draft
 
 
-def room(sequence: Sequence, lengths: LengthSettings) -> int:
-    """Returns how many tokens may be drafted: those that fit behind the next one, which may be the last of all."""
+def draft_limit(sequence: Sequence, lengths: LengthSettings) -> int:
+    """Returns how many tokens may be drafted: as many as the sequence may have after its next token, which is sampled
+    without a draft. It is negative if the sequence may not have even that one."""
     in_turn = sequence.turn_start + lengths.max_new_tokens - len(sequence.tokens)
     in_episode = lengths.max_length - len(sequence.tokens)
     return min(in_turn, in_episode, sequence.tokens_left) - 1
@@ -213,11 +216,11 @@ def drafter_of(
     stop_id: int,
     sequences: Several[Sequence],
 ) -> Drafter | None:
-    """Returns the drafter of a run; None if the `limit` is 0, or if it is not known what a place costs."""
+    """Returns the drafter of a run; None if the `limit` is 0, or if the cost of a drafted token is not known."""
     if limit and model.head_weight.device.type == "cpu":
         return Drafter(limit, stop_id, sequences)
-    if limit and model.stream:
-        return Drafter(limit, stop_id, sequences, place_cost=STREAMED_PLACE_COST)
+    if limit and model.layer_stream:
+        return Drafter(limit, stop_id, sequences, token_cost=STREAMED_TOKEN_COST)
     return None
 
 
@@ -227,20 +230,20 @@ def accept_drafts(
     sample: Callable[[list[int], list[Sequence]], list[Sequence]],
     turn_is_over: Callable[[Sequence], bool],
 ) -> Agreement:
-    """Samples the tokens of each row's sequences that agree with the row's draft, and one more.
+    """Samples tokens of each row's sequences as long as they agree with the row's draft, and one more.
 
-    The pass has the last token of the first row and its draft, then those of the next row, and so on.
-    `sample(places, sequences)` writes the token that follows each of these places to its sequence, and returns the
-    sequences that did not fail. Nothing is sampled behind the end of a turn.
+    The pass has run the last token of the first row and its draft, then those of the next row, and so on.
+    `sample(indices, sequences)` samples for each sequence the token that follows the pass's token of that index,
+    appends it, and returns the sequences that did not fail. Nothing is sampled behind the end of a turn.
     """
     lengths = [1 + len(draft) for draft in drafts]
-    first_places = [0, *accumulate(lengths)]
+    first_indices = [0, *accumulate(lengths)]  # of each row: the index of its first token in the pass
     agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), failed=set())
     going = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
     depth = 0
     while going:
-        places = [first_places[row] + depth for row, _ in going]
-        sampled = sample(places, [sequence for _, sequence in going])
+        indices = [first_indices[row] + depth for row, _ in going]
+        sampled = sample(indices, [sequence for _, sequence in going])
         sampled_ids = {id(sequence) for sequence in sampled}
         agreeing = []
         for row, sequence in going:
@@ -261,9 +264,9 @@ def worthwhile(
     price: float,
     limit: int,
 ) -> tuple[int, float]:
-    """Returns the number of places to draft, at most `limit`, and the tokens that they bring in the mean.
+    """Returns the number of tokens to draft, at most `limit`, and how many of them are accepted on average.
 
-    The place number i is kept with probability share^i; it is drafted if that is above the `price`.
+    Token number i is accepted with probability share^i; it is drafted if that is above the `price`.
     """
     count = 0
     gain = 0.0
@@ -275,9 +278,9 @@ def worthwhile(
     return count, gain
 
 
-def _match_length(tokens: list[int], place: Place) -> int:
-    """Returns how many of the last tokens are those before a place, at most LONGEST_MATCH; the last 3 are."""
-    text, end = place
+def _match_length(tokens: list[int], occurrence: Occurrence) -> int:
+    """Returns how many of the last tokens, at least 3 and at most LONGEST_MATCH, are those of the occurrence."""
+    text, end = occurrence
     length = 3
     longest = min(LONGEST_MATCH, len(tokens), end)
     while length < longest and text[end - 1 - length] == tokens[-1 - length]:

@@ -1,7 +1,7 @@
 """The rollout engine: samples episodes by continuous batching, and fetches their documents meanwhile.
 
-An iteration admits waiting sequences, prefills the tokens that no one samples, samples a token of each running
-sequence, and closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
+An iteration admits waiting sequences, prefills prompts and documents, samples a token of each running sequence, and
+closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
 step format and no retriever. It samples with the model's active adapter.
 """
 
@@ -27,9 +27,9 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Drafter, accept_drafts, drafter_of, room
+from r3lite.rollout.drafts import Drafter, accept_drafts, draft_limit, drafter_of
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.prefixes import prefills, samplings
+from r3lite.rollout.prefixes import prefills, sampling_batches
 from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Listener, Sequence
 from r3lite.settings.rollout import DRAFTING_ROWS
@@ -47,7 +47,7 @@ class Engine:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans = NO_SPANS
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # by the source of the question; others have `layout`
-    draft_tokens: int = 0  # at most so many tokens are drafted for a row in one pass, see drafts.py
+    draft_tokens: int = 0  # the most tokens that are drafted for a row in one pass, see drafts.py
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Does nothing: the engine samples with the model that is trained. See `remote.RemoteEngine`."""
@@ -73,17 +73,15 @@ class Engine:
     ) -> list[Sequence]:
         """Samples one episode per question, each from the random stream of its own seed.
 
-        Questions may repeat, with different seeds. `progress` is the name of the work, under which it is shown.
-        `listeners`, one per question, are called while the episodes are sampled.
+        Questions may repeat, with different seeds. `progress` is the name of the progress bar. `listeners`, one per
+        question, are called while the episodes are sampled.
         """
         sequences = []
-        for place, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
-            sequence = Sequence(question, stream=random.Random(seed), place=place)
-            sequences.append(sequence)
-        listener_of_each = listeners or [None] * len(sequences)
-        for sequence, listener in zip(sequences, listener_of_each, strict=True):
-            sequence.listener = listener
+        listener_of_each = listeners or [None] * len(questions)
+        for index, (question, seed, listener) in enumerate(zip(questions, seeds, listener_of_each, strict=True)):
+            sequence = Sequence(question, stream=random.Random(seed), listener=listener, index=index)
             self.layout_of(sequence).open(sequence)
+            sequences.append(sequence)
         return self.finish(sequences, retrieve, progress=progress, quiet=bool(listeners))
 
     def continue_from(
@@ -92,9 +90,10 @@ class Engine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each pair (finished sequence, steps), of which the first `steps` steps are kept.
+        """Samples another end for each pair (finished sequence, number of its first steps that are kept).
 
-        Their tokens, log-probabilities and values are copied. Each new end has the random stream of its own seed.
+        Tokens, log-probabilities and values of these steps are copied. Each new end has the random stream of its own
+        seed.
         """
         sequences = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
@@ -128,7 +127,7 @@ class Engine:
         if not sequences:  # a rank has none if there are more ranks than episodes
             return []
         training = self.model.training
-        self.model.eval()  # no dropout: the policy that samples is the policy that is trained
+        self.model.eval()  # no dropout, so that the trainer computes the same probabilities
         bar_style = bars.named(progress, "answering")
         if quiet:
             bar_style = bar_style | {"disable": True}
@@ -142,8 +141,9 @@ class Engine:
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
-                scheduler, decoder = self.scheduler_and_decoder(unfinished, row_count)
-                with cast_once(self.model, self.model.head_weight.dtype):  # no weight changes within
+                scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
+                # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
+                with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
                         lines.tick()
@@ -151,10 +151,12 @@ class Engine:
             self.model.train(training)
         return sequences
 
-    def scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
+    def build_scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
         """Returns a scheduler of the sequences with a new KV cache of `row_count` rows, and a decoder of that cache."""
         cache = KVCache.of(self.model, row_count)
-        if cache.device.type == "cuda" and not self.model.stream:  # a graph cannot copy streamed layers from the host
+        if (
+            cache.device.type == "cuda" and not self.model.layer_stream
+        ):  # a graph cannot copy streamed layers from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
             drafter = drafter_of(self.model, self.draft_tokens, self.layout.tokenizer.stop_id, sequences=sequences)
@@ -200,7 +202,7 @@ class Engine:
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()
             sequence.finish = SEARCHING
-        step_is_complete = not sequence.pending and not sequence.step_awaiting_answer
+        step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 
@@ -226,8 +228,8 @@ class Engine:
             sequence.listener.step(sequence)
 
     def _prefill(self, scheduler: Scheduler) -> None:
-        """Puts all tokens of the running sequences into the cache but the last of each, which `_decode` runs."""
-        scheduler.split()  # documents may differ
+        """Puts all tokens of the running sequences into the cache, except the last of each, which `_decode` runs."""
+        scheduler.split()  # sequences that share a row may have got different documents
         cache = scheduler.cache
         limit = self.grant.memory.micro_batch_tokens
         for parts in prefills(scheduler.rows, scheduler.active, cache, limit=limit):
@@ -235,9 +237,9 @@ class Engine:
             self.model(prefill.tokens, prefill)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
-        """Runs the last token of each running sequence and samples the next one; returns those that have got one.
+        """Runs the last token of each running sequence and samples its next one; returns the sequences that got one.
 
-        With drafts, a sequence may get several. What is computed for a row is for all sequences that share it.
+        With drafts, a sequence may get several tokens. The model runs a row once for all sequences that share it.
         """
         rows = scheduler.running_rows
         if not rows:
@@ -249,8 +251,9 @@ class Engine:
             hidden = decoder([row[0].tokens[-1] for row in rows])  # [B, C]
             logits = self._logits(hidden)  # [B, V]
             sampled = []
-            for places, sequences in samplings(rows):
-                sampled += self._sample_next(hidden[places], logits[places], sequences)
+            # First one sequence of each row, then further sequences of shared rows, with a copy of their rows' logits.
+            for row_indices, sequences in sampling_batches(rows):
+                sampled += self._sample_next(hidden[row_indices], logits[row_indices], sequences)
         scheduler.split()
         return sampled
 
@@ -260,9 +263,10 @@ class Engine:
         decoder: Decoder,
         drafter: Drafter,
     ) -> list[Sequence] | None:
-        """Decodes with drafts; returns None, and changes nothing, if there are none or the pass is not finite."""
-        rooms = [min(room(sequence, self.layout_of(sequence).lengths) for sequence in row) for row in rows]
-        drafts = drafter.propose([row[0] for row in rows], rooms)
+        """Decodes with drafts. If there are none, or the numbers of the pass are not finite, returns None and changes
+        nothing."""
+        limits = [min(draft_limit(sequence, self.layout_of(sequence).lengths) for sequence in row) for row in rows]
+        drafts = drafter.propose([row[0] for row in rows], limits)
         if not any(drafts):
             return None
         additions = [[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
@@ -273,7 +277,7 @@ class Engine:
         agreement = accept_drafts(
             rows,
             drafts,
-            sample=lambda places, sequences: self._sample_next(hidden[places], logits[places], sequences),
+            sample=lambda indices, sequences: self._sample_next(hidden[indices], logits[indices], sequences),
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         drafter.count(agreement)
@@ -291,7 +295,8 @@ class Engine:
         logits: Tensor,
         sequences: list[Sequence],
     ) -> list[Sequence]:
-        """Samples one token of each sequence by its hidden states [B, C] and logits [B, V]; returns those that got one.
+        """Samples one token of each sequence from hidden states [B, C] and logits [B, V]; returns those sequences that
+        got one.
 
         A sequence whose logits are not finite fails.
         """

@@ -84,7 +84,7 @@ class Lanes:
         self.visitors: list[Visitor] = []  # waiting and sampled
         self.cast_weights = ExitStack()
         self.cast_weights.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
-        self.lanes = {name: engine.scheduler_and_decoder([], rows) for name in adapters}
+        self.lanes = {name: engine.build_scheduler_and_decoder([], rows) for name in adapters}
         self.fetchers = {name: Fetcher(retrieve) for name in adapters}
 
     def join(self, sequence: Visitor) -> None:

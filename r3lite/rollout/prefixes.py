@@ -1,6 +1,6 @@
-"""What sequences have in common at their beginnings, which a KV cache needs to be filled with only once.
+"""Common prefixes of sequences, which are prefilled once and then copied within the KV cache.
 
-Knows no model: it says which tokens of which rows are prefilled next, and copies rows of the cache.
+Runs no model: it yields the tokens that are prefilled next, and copies rows of the cache.
 """
 
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ def common_length(first: Sequence, second: Sequence) -> int:
     """
     one = first.tokens
     other = second.tokens
-    equal = 0  # tokens that are known to be equal
-    limit = min(len(one), len(other)) - 1  # tokens that may be
-    while equal < limit:
-        middle = (equal + limit + 1) // 2
-        if one[equal:middle] == other[equal:middle]:
-            equal = middle
+    low = 0  # at least so many tokens are equal
+    high = min(len(one), len(other)) - 1  # at most so many
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
         else:
-            limit = middle - 1
-    return max(limit, 0)
+            high = middle - 1
+    return low
 
 
 def equal_parts(row: Row) -> list[Row]:
-    """Returns the sequences of a row in lists of those whose tokens are equal."""
+    """Divides the sequences of a row into lists with equal tokens."""
     parts: list[Row] = []
     for sequence in row:
         for part in parts:
@@ -45,20 +45,22 @@ def equal_parts(row: Row) -> list[Row]:
     return parts
 
 
-def samplings(rows: Several[Row]) -> Iterator[tuple[slice | list[int], list[Sequence]]]:
-    """Yields rows and a sequence of each: first those of all rows, then the others that share a row with one of these.
+def sampling_batches(rows: Several[Row]) -> Iterator[tuple[slice | list[int], list[Sequence]]]:
+    """Yields sequences in at most two batches, each with the indices of their rows.
 
-    So logits are copied only of rows that several sequences share, and never of more than all sequences together.
+    The first batch has the first sequence of every row. Its indices are a slice, so that no logits are copied. The
+    second batch has all further sequences of shared rows. Its indices are a list, which copies the logits of these
+    rows.
     """
     yield slice(None), [row[0] for row in rows]
-    places = []
+    indices = []
     sequences = []
     for i, row in enumerate(rows):
         for sequence in row[1:]:
-            places.append(i)
+            indices.append(i)
             sequences.append(sequence)
     if sequences:
-        yield places, sequences
+        yield indices, sequences
 
 
 def prefills(
@@ -69,42 +71,56 @@ def prefills(
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yields the passes that prefill the first `running` rows, of at most `limit` tokens each: lists of (row, tokens).
 
-    All but the last token of a sequence are prefilled. A prefix that another row has in the cache (the prompt of the
-    same question with a first turn and its documents, or the instructions) is copied from it. If that row is yet to be
-    prefilled with it, the row waits, and the prefix is copied after that pass. Each pass must be run, which changes the
-    lengths of the cache's rows, before the next one is asked for.
+    The caller must run each pass, which changes the lengths of the cache's rows, before it asks for the next one.
+
+    All tokens of a row but the last are prefilled. If row A begins as row B does (with the same instructions, or with
+    the same prompt, first turn and documents), the common prefix is copied from B to A in the cache. If B is itself
+    still to be prefilled with the prefix, A waits until the passes of B have been run.
     """
     while True:
-        tokens_of_rows: list[list[int]] = [[] for _ in range(running)]
+        tokens_of_rows: list[list[int]] = [[] for _ in range(running)]  # what is prefilled next
         for i in range(running):
-            if cache.lengths[i] < len(rows[i][0].tokens) - 1 and not _waits(i, rows, cache, tokens_of_rows):
-                tokens_of_rows[i] = rows[i][0].tokens[cache.lengths[i] : -1]
+            tokens = rows[i][0].tokens
+            if cache.lengths[i] >= len(tokens) - 1:
+                continue
+            source, cached = _cached_prefix(i, rows, cache)
+            future = _future_prefix(i, rows, cache, tokens_of_rows)
+            least = cache.lengths[i] + LEAST_SHARED
+            if future > cached and future >= least:
+                continue  # the row waits
+            if cached >= least:
+                cache.copy(source, i, cached)
+            tokens_of_rows[i] = tokens[cache.lengths[i] : -1]
         if not any(tokens_of_rows):
             return
         yield from passes(tokens_of_rows, limit)
 
 
-def _waits(i: int, rows: Several[Row], cache: KVCache, tokens_of_rows: list[list[int]]) -> bool:
-    """Returns whether row i waits for a row that is prefilled in this pass; if not, copies what another one has."""
+def _cached_prefix(i: int, rows: Several[Row], cache: KVCache) -> tuple[int, int]:
+    """Returns the row whose tokens in the cache have the longest prefix in common with row i, and this length."""
     source = i
-    cached = cache.lengths[i]  # the longest prefix that is in the cache
-    later = 0  # the longest one that will be after this pass
+    longest = cache.lengths[i]
     for j, row in enumerate(rows):
         if j == i:
             continue
-        common = common_length(rows[i][0], row[0])
-        if j < len(tokens_of_rows) and tokens_of_rows[j]:
-            later = max(later, cache.copyable(j, common, prefilled=len(row[0].tokens) - 1))
-        available = cache.copyable(j, min(common, cache.lengths[j]))
-        if available > cached:
+        common = min(common_length(rows[i][0], row[0]), cache.lengths[j])
+        available = cache.copyable(j, common)
+        if available > longest:
             source = j
-            cached = available
-    least = cache.lengths[i] + LEAST_SHARED
-    if later > cached and later >= least:
-        return True
-    if cached >= least:
-        cache.copy(source, i, cached)
-    return False
+            longest = available
+    return source, longest
+
+
+def _future_prefix(i: int, rows: Several[Row], cache: KVCache, tokens_of_rows: list[list[int]]) -> int:
+    """Returns the length of the longest prefix of row i that other rows will have once `tokens_of_rows` are
+    prefilled."""
+    longest = 0
+    for j, tokens in enumerate(tokens_of_rows):
+        if j != i and tokens:
+            common = common_length(rows[i][0], rows[j][0])
+            available = cache.copyable(j, common, prefilled=len(rows[j][0].tokens) - 1)
+            longest = max(longest, available)
+    return longest
 
 
 def passes(tokens_of_rows: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:

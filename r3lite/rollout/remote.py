@@ -127,7 +127,7 @@ class RolloutWorker:
         if not start.tokens:
             layout.open(start)
         limits = EpisodeLimits.of(layout)
-        sequence = sequence_from_json(episode, ticket.question, limits=limits, place=ticket.place)
+        sequence = sequence_from_json(episode, ticket.question, limits=limits, index=ticket.index)
         check_start(sequence, start)
         return sequence
 
@@ -210,7 +210,7 @@ class RemoteEngine:
         """Samples as Engine.continue_from does."""
         tickets = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
-            ticket = Ticket(sequence.question, seed, place=sequence.place, start=(sequence, steps))
+            ticket = Ticket(sequence.question, seed, index=sequence.index, start=(sequence, steps))
             tickets.append(ticket)
         return self._sampled(tickets, self.adapter, retrieve)
 
@@ -233,7 +233,7 @@ class RemoteEngine:
     @staticmethod
     def _tickets(questions: list[Question], seeds: list[str]) -> list[Ticket]:
         pairs = zip(questions, seeds, strict=True)
-        return [Ticket(question, seed, place) for place, (question, seed) in enumerate(pairs)]
+        return [Ticket(question, seed, index) for index, (question, seed) in enumerate(pairs)]
 
     def _sampled(
         self,

@@ -19,8 +19,8 @@ BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every x > 0, in fl
 
 @dataclass(frozen=True)
 class Sampler:
-    """Temperature, top-k and top-p sampling; greedy at a temperature of 0 or next to it (see `is_greedy`), with
-    log-probabilities of temperature 1."""
+    """Temperature, top-k and top-p sampling. At a temperature of 0 or next to it (see `is_greedy`) it is greedy, and
+    the log-probabilities are of temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -29,8 +29,8 @@ class Sampler:
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1).
 
-        A row without a distribution, because a logit is no finite number, has a log-probability that is NaN, with
-        whatever temperature and truncation; its token means nothing.
+        A row with a logit that is not finite has no distribution. Its log-probability is NaN, whatever the temperature
+        and the truncation, and its token means nothing.
         """
         greedy = is_greedy(self.temperature)
         scaled = logits.float()
@@ -72,7 +72,7 @@ class Sampler:
 def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     """Returns the first token of each row, [B, 1], at which the cumulative sum of probs [B, V] exceeds uniform * total.
 
-    First the block is searched, then the token in it, so that the cumulative sum of a whole row is never in memory.
+    First the block is searched, then the token in the block: the cumulative sum of a whole row is never in memory.
     Sums are in float64: in fp32 the error of a sum over 150,000 tokens exceeds a rare token's probability. Comparisons
     with NaN are false: a row of NaNs gives token 0, with log-probability NaN.
     """
@@ -81,10 +81,10 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
         probs = probs.cpu()
     blocks = probs.unflatten(-1, (-1, BLOCK))  # [B, blocks, BLOCK]
     rows, block_count, _ = blocks.shape
-    ends = torch.zeros(rows, block_count + 1, dtype=torch.float64, device=blocks.device)
-    block_totals = ends[:, 1:]
-    torch.sum(blocks, -1, dtype=ends.dtype, out=block_totals)  # fills ends[:, 1:]
-    ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
+    # [B, blocks + 1]: 0, then the sum of each block.
+    totals = torch.zeros(rows, block_count + 1, dtype=torch.float64, device=blocks.device)
+    torch.sum(blocks, -1, dtype=totals.dtype, out=totals[:, 1:])
+    ends = totals.cumsum(-1)  # [B, blocks + 1]: 0, then the cumulative sum at the end of each block
     drawn = torch.tensor(uniforms, dtype=ends.dtype)[:, None]  # [B, 1]
     drawn = drawn.to(ends.device, non_blocking=True)
     target = drawn * ends[:, -1:]  # [B, 1], below the total because no uniform number is above BELOW_ONE

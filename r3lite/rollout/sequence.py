@@ -1,4 +1,4 @@
-"""One episode while it is sampled: its transcript, its random stream and how much of it is in the cache."""
+"""One episode while it is sampled: its transcript, its random stream and its listener."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from r3lite.protocols.transcript import Transcript
 
 @dataclass
 class Listener:
-    """Callbacks for one episode, which the engine's thread calls; an error that they raise ends the run.
+    """Callbacks for one episode. The engine's thread calls them, and an error that they raise ends the run.
 
     `text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `step` gets the sequence
     whenever a step is complete: when the documents of its queries have come, or at the end of a turn without queries.
@@ -35,15 +35,15 @@ class Sequence(Transcript):
     `logprobs` are those of the temperature-scaled, untruncated distribution; `values` are 0 without a critic.
     """
 
-    stream: random.Random = field(kw_only=True)  # this sequence's own: one uniform number for each sampled token
+    stream: random.Random = field(kw_only=True)  # draws one number per sampled token; each sequence has its own
     may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
     listener: Listener | None = None
-    place: int = 0  # index among the sequences that are sampled together
+    index: int = 0  # among the sequences that are sampled together
     turn_begin_time: int = 0  # of the current turn, in nanoseconds since 1970; 0 if no spans are recorded
 
     @property
     def tokens_left(self) -> float:
-        """How many more tokens it may write, besides its layout's limits. Here any number; `lanes.py` overrides it."""
+        """How many more tokens the sequence may write, besides the limits of its layout. `lanes.py` overrides it."""
         return math.inf
 
     def note_turn_start(self, spans: Spans) -> None:
@@ -55,7 +55,7 @@ class Sequence(Transcript):
         """Records the generation of the current turn, whose last token was just sampled."""
         spans.add(
             "generation",
-            f"episode {self.place + 1}",
+            f"episode {self.index + 1}",
             self.turn_begin_time,
             question=self.question.id,
             turn=len(self.steps) + 1,
@@ -66,8 +66,8 @@ class Sequence(Transcript):
     def cut_after(self, steps: int, stream: random.Random) -> "Sequence":
         """Returns a copy of the sequence that ends where the turn after its first `steps` steps begins.
 
-        It has the documents of these steps, and the log-probabilities and values of their action tokens. `stream` draws
-        the tokens that follow.
+        The copy has the documents of these steps, and the log-probabilities and values of their action tokens. `stream`
+        draws the tokens that follow.
         """
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
@@ -79,15 +79,14 @@ class Sequence(Transcript):
             step_ends=self.step_ends[:steps],
             turn_start=turn_start,
             stream=stream,
-            place=self.place,
+            index=self.index,
         )
 
     def reopened(self, stream: random.Random) -> "Sequence":
-        """Returns a copy of the finished sequence that ends where its last turn begins.
+        """Returns a copy of the finished sequence that ends where its last turn begins, to sample another last turn.
 
-        `stream` draws the tokens of another last turn, the only ones that will be action tokens: none of the copy's
-        counts as sampled. The turn may not search, because new documents would make another context. A forced answer
-        is forced again.
+        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. The turn may not
+        search, because new documents would make another context. A forced answer is forced again.
         """
         return Sequence(
             self.question,
@@ -96,8 +95,8 @@ class Sequence(Transcript):
             steps=self.steps[:-1],
             step_ends=self.step_ends[:-1],
             turn_start=self.turn_start,
-            step_awaiting_answer=self.step_of_forced_answer,
+            forced_step=self.closed_forced_step,
             stream=stream,
             may_search=False,
-            place=self.place,
+            index=self.index,
         )

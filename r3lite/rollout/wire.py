@@ -77,14 +77,14 @@ class Ticket:
 
     question: Question
     seed: str
-    place: int  # index among the episodes of its request
+    index: int  # among the episodes of its request
     start: tuple[Sequence, int] | None = None  # the episode to end in another way, and the steps that both share
 
     def sequence(self) -> Sequence:
         """Returns the sequence before anything of it is sampled; without tokens if it is to be opened."""
         stream = random.Random(self.seed)
         if self.start is None:
-            return Sequence(self.question, stream=stream, place=self.place)
+            return Sequence(self.question, stream=stream, index=self.index)
         sequence, steps = self.start
         return sequence.cut_after(steps, stream)
 
@@ -116,14 +116,14 @@ def tickets_from_json(record: Record, limits: EpisodeLimits) -> list[Ticket]:
     """Returns the tickets of a request; raises InvalidRecord."""
     questions = [_question_from_json(question) for question in record.records("questions")]
     tickets = []
-    for place, episode in enumerate(record.records("episodes")):
+    for index, episode in enumerate(record.records("episodes")):
         question = questions[episode.whole("question", high=len(questions) - 1)]
         start = None
         if "begun" in episode:
             sequence = sequence_from_json(episode.record("begun"), question, limits)
             steps = episode.whole("steps", low=1, high=len(sequence.steps) - 1)
             start = (sequence, steps)
-        ticket = Ticket(question, seed=episode.text("seed"), place=place, start=start)
+        ticket = Ticket(question, seed=episode.text("seed"), index=index, start=start)
         tickets.append(ticket)
     return tickets
 
@@ -185,7 +185,7 @@ def sequence_from_json(
     record: Record,
     question: Question,
     limits: EpisodeLimits,
-    place: int = 0,
+    index: int = 0,
 ) -> Sequence:
     """Returns a finished sequence, which no critic has seen.
 
@@ -224,7 +224,7 @@ def sequence_from_json(
         stream=random.Random(0),
         logprobs=logprobs,
         values=[0.0] * len(logprobs),
-        place=place,
+        index=index,
     )
 
 

@@ -1,7 +1,7 @@
-"""The routes of OpenAI's chat API, as far as it is about text: /v1/models and /v1/chat/completions.
+"""The routes of OpenAI's chat API for text: /v1/models and /v1/chat/completions.
 
-A model is a mode, or `mode/adapter`. What it writes in a mode with steps is `reasoning_content`, as other servers of
-reasoning models have it, and its final answer is the content.
+The name of a model is a mode, or `mode/adapter`. In a mode with steps, all that the model writes is the
+`reasoning_content` of the reply, as on other servers of reasoning models, and the final answer is the `content`.
 """
 
 import itertools
@@ -21,7 +21,8 @@ from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Text, respond
 
-# What changes no answer, and values of other fields that ask for what is done anyway. All else is refused by its name.
+# Further fields of the body and of its messages. Those that are in neither table are refused.
+# Fields that are ignored, whatever their value: they change no answer.
 HARMLESS = {
     "user",
     "metadata",
@@ -35,6 +36,7 @@ HARMLESS = {
     "refusal",
     "annotations",
 }
+# Fields that are accepted only with these values, which ask for what is done without the field.
 NEUTRAL: dict[str, list[Any]] = {
     "n": [1],
     "stop": [[], ""],
@@ -129,7 +131,7 @@ def routes_of(desk: Desk) -> APIRouter:
 
 
 def names_of(desk: Desk) -> list[str]:
-    """Returns the models that can be asked: modes, and if there are several adapters each mode with each of them."""
+    """Returns the names of the models: the modes and, if there are several adapters, each mode with each adapter."""
     names = [AUTO, *desk.modes]
     if len(desk.adapters) > 1:
         names += [f"{mode}/{adapter}" for mode, adapter in itertools.product(desk.modes, desk.adapters)]
@@ -144,7 +146,7 @@ def check_model(name: str, names: list[str]) -> None:
 
 
 def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
-    """Returns the ask of a body; raises Refusal for what nothing here does."""
+    """Returns the ask of a body; raises Refusal for what this server does not support."""
     check_model(body.model, names)
     refuse_extras(body, "")
     for number, message in enumerate(body.messages):
@@ -183,7 +185,7 @@ def earlier_messages(messages: list[ChatMessage]) -> tuple[Message, ...]:
 
 
 def refuse_extras(part: Completion | ChatMessage, place: str) -> None:
-    """Raises Refusal for a field that nothing here does."""
+    """Raises Refusal for a field that this server does not support."""
     for name, value in (part.model_extra or {}).items():
         if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, []):
             raise Refusal(400, "unsupported_parameter", f"This server does not support {place}{name[:80]}.")
@@ -191,13 +193,12 @@ def refuse_extras(part: Completion | ChatMessage, place: str) -> None:
 
 @dataclass
 class ChatReply:
-    """A reply in a mode; `head` is what its chunks have in common. The usage of a streamed one comes in a chunk of its
-    own if it is asked for, and else in the last one."""
+    """A reply in a mode, as a whole or streamed in chunks."""
 
-    head: dict[str, Any]
+    head: dict[str, Any]  # fields that all chunks have in common
     mode: str
-    with_usage: bool
-    sent: str = ""  # of the answer, in chunks
+    with_usage: bool  # a streamed reply has its numbers of tokens in a chunk of their own, else in the last chunk
+    sent: str = ""  # the part of the answer that was streamed so far
 
     def completion(self, answer: ServedAnswer) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
@@ -208,8 +209,8 @@ class ChatReply:
         return self.head | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer)}
 
     def chunks(self, event: Event) -> Iterator[str]:
-        """Yields the chunks of an event: of the start the role, then the text piece by piece, at last the reason of the
-        end and `[DONE]`."""
+        """Yields the chunks of an event: the role at the start, then pieces of text, and at the end its reason and
+        `[DONE]`."""
         if isinstance(event, ServedAnswer):
             yield from self._last_chunks(event)
         elif isinstance(event, Refusal):
@@ -218,6 +219,7 @@ class ChatReply:
         elif event["type"] == "start":
             yield self._chunk({"role": "assistant", "content": ""})
         elif self.mode != "chat":
+            # The end of a step is a line break between its turn and the next one.
             yield self._chunk({"reasoning_content": event["text"] if event["type"] == "text" else "\n"})
         elif event["type"] == "text":
             piece = (event["answer"] or "").removeprefix(self.sent)
@@ -226,9 +228,11 @@ class ChatReply:
                 yield self._chunk({"content": piece})
 
     def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
-        unsent = answer.final_answer.removeprefix(self.sent)
-        if unsent:
-            yield self._chunk({"content": unsent})
+        # A client that has read more than the answer, as a thought that showed only at its end, gets nothing twice.
+        if answer.final_answer.startswith(self.sent):
+            unsent = answer.final_answer.removeprefix(self.sent)
+            if unsent:
+                yield self._chunk({"content": unsent})
         usage = {"usage": usage_of(answer)}
         if self.with_usage:
             yield self._chunk({}, finish_of(answer))

@@ -34,6 +34,7 @@ from r3lite.settings.data import (
     CollectDataSettings,
     DataSettings,
     NewQuestionSettings,
+    OptionalQuestionSettings,
     QuestionSettings,
     SourceSettings,
     TrajectorySettings,
@@ -92,6 +93,13 @@ class SftConfig(CommandConfig):
             return self.schedule.max_steps, None
         total_rows = math.ceil(self.schedule.epochs * rows)
         return math.ceil(total_rows / self.rows_per_step), total_rows
+
+    def steps(self, rows: int | None) -> int | None:
+        """Returns the optimizer steps of the run over this number of rows; None if it decides and is not known."""
+        if rows is None:
+            return self.schedule.max_steps
+        steps, _ = self.length(rows)
+        return steps
 
 
 class PpoConfig(CommandConfig):

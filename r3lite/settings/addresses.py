@@ -8,6 +8,11 @@ from r3lite.core.errors import UsageError
 SERVICES = ("exa", "duckduckgo")  # that search the web
 
 
+def is_server(place: str) -> bool:
+    """Tells whether the place of a retriever is an address or a service of the web, and not an index folder."""
+    return "://" in place or place in SERVICES
+
+
 def collection_server(address: str) -> str | None:
     """Returns the HTTP address behind a Qdrant collection's, qdrant://... or qdrant+https://...; None for another."""
     for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):

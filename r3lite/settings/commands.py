@@ -307,7 +307,7 @@ class CheckFormatSettings(Section):
 
     needs: ClassVar = (Needs("step", "--turn", lambda s: s.turn),)
 
-    turn: Basic[Annotated[str | None, InputPath()]] = None
+    turn: Basic[Annotated[str | None, InputPath(remedy="Pass a text file.")]] = None
     """text file with one turn of the model, to parse; default: write and parse a sample episode"""
     step: Basic[Annotated[int, Bounds(low=1, high=3)]] = 1
     """number of the step that --turn is. The steps before it are the sample's"""
@@ -348,7 +348,7 @@ class ExportSettings(Section):
     """question file for the comparison of the result with the original; default: the sample world's"""
     prompts: Whole = 200
     """prompts in that comparison, each of which takes two forward passes; 0: no comparison"""
-    evaluation: Annotated[str | None, InputPath("folder")] = None
+    evaluation: Annotated[str | None, InputPath("folder", "Pass the --output of an evaluation.")] = None
     """evaluation folder whose scores are added to the model card"""
     license: str | None = None
     """license of the result, for the model card; the base model's license applies as well"""
@@ -407,7 +407,7 @@ class ProcedureFileSettings(EncoderSettings):
         *EncoderSettings.needs,
     )
 
-    add: Annotated[str | None, InputPath()] = None
+    add: Annotated[str | None, InputPath(remedy="Pass a JSON file of procedures.")] = None
     """JSON file with one procedure or a list of them, to add to the file --procedures"""
     match: str | None = None
     """show how well each procedure matches this question, and which one would be inserted before it"""

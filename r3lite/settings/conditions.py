@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from r3lite.core.inherited import VECTOR_RETRIEVERS
 from r3lite.core.needs import CommandSettings
-from r3lite.settings.addresses import SERVICES, collection_server
+from r3lite.settings.addresses import SERVICES, collection_server, is_server
 
 
 def formats(s: CommandSettings) -> set[str]:
@@ -59,9 +59,7 @@ def has_search(s: CommandSettings) -> bool:
 def reads_paragraphs(s: CommandSettings) -> bool:
     """Tells whether documents are the paragraphs that come with the questions."""
     retriever = s.retriever or ""
-    # At an address, or found by a web service.
-    is_elsewhere = "://" in retriever or retriever in SERVICES
-    if not has_documents(s) or is_elsewhere:
+    if not has_documents(s) or is_server(retriever):
         return False
     has_corpus = s.corpus or s.index
     return retriever == "golden" or not has_corpus

@@ -22,7 +22,7 @@ def names_data_set(text: str) -> bool:
     return text.partition(",")[0].strip() in DATA_SETS or text.count(",") == 2
 
 
-DATA_FILE = InputPath(named=names_data_set)
+DATA_FILE = InputPath(remedy=NAME_DATA, named=names_data_set)
 
 
 class DataSettings(Section):
@@ -58,14 +58,18 @@ class NewQuestionSettings(QuestionSettings):
     that the adapter was trained on, whose answers it may have memorized"""
 
 
-class CollectDataSettings(NewQuestionSettings):
+class OptionalQuestionSettings(NewQuestionSettings):
+    """Data."""
+
+    data: Basic[Annotated[str | None, DATA_FILE]] = None
+
+
+class CollectDataSettings(OptionalQuestionSettings):
     """Data."""
 
     needs: ClassVar = (
         NeedsOthers("data exclude", "a --source other than documents", lambda s: s.source != "documents"),
     )
-
-    data: Basic[Annotated[str | None, DATA_FILE]] = None
 
 
 class TrajectorySettings(DataSettings):

@@ -9,6 +9,7 @@ from r3lite.settings.conditions import formats, has_steps, searches_by_graph, us
 
 Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)
+PROMPT = InputPath(remedy="Pass a text file, such as a changed copy of one in prompts/.")
 
 
 class ProtocolSettings(Section):
@@ -32,10 +33,10 @@ class ProtocolSettings(Section):
     (arXiv 2505.23794); tags: think, search and answer in tags, in one assistant turn (arXiv 2503.09516); solution:
     reasoning and solution in tags, without search; dag: a plan of searches as a graph, then its nodes (after arXiv
     2506.08352). Your own format: docs/formats.md"""
-    init_prompt: OfRun[Annotated[str | None, InputPath()]] = None
+    init_prompt: OfRun[Annotated[str | None, PROMPT]] = None
     """prompt file that starts an episode; must contain {question} [prompts/init_prompt.txt for r3,
     prompts/tags/graph/init_prompt.txt for --search-graph, else prompts/FORMAT/init_prompt.txt]"""
-    step_prompt: OfRun[Annotated[str | None, InputPath()]] = None
+    step_prompt: OfRun[Annotated[str | None, PROMPT]] = None
     """prompt file for the documents of a query, with {documents} [prompts/step_prompt.txt, or
     prompts/dag/step_prompt.txt] (r3, dag)"""
     worked_example: OfRun[bool] = True

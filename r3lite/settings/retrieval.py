@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.core.config import Basic, Bounds, Fraction, InputPath, OfIndex, OfRun, Section
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.needs import Needs, NeedsOthers
-from r3lite.settings.addresses import SERVICES, check_address, collection_server
+from r3lite.settings.addresses import SERVICES, check_address, collection_server, is_server
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.conditions import (
     chooses_procedure,
@@ -23,6 +23,12 @@ from r3lite.settings.conditions import (
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
+BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"  # the command that makes an index
+INDEX = InputPath("folder", f"Build one in a new folder: {BUILD} --output FOLDER")
+INDEX_OF_SOURCE = replace(INDEX, named=is_server, has_names=True)
+PASSAGES = InputPath(remedy="Pass a JSONL file of passages: id, title and text.")
+DOCUMENTS = InputPath("folder", "Pass a folder of documents, or passages in a JSONL file as --corpus.")
+ADDITION = InputPath("file or folder", "Pass a JSONL file of passages or a folder of documents.")
 CONDITION = re.compile(r"([\w.-]+)\s*(>=|<=|!=|=|>|<)\s*([^\s=<>].*)")  # of --filter
 
 
@@ -103,10 +109,10 @@ class RetrievalSettings(EncoderSettings):
     qdrant://host:6333/collection: a Qdrant collection (extra qdrant)"""
     context: Literal["corpus", "question"] = "corpus"
     """corpus: search all passages; question: only the paragraphs that come with the question"""
-    corpus: Basic[Annotated[str | None, InputPath()]] = None
+    corpus: Basic[Annotated[str | None, PASSAGES]] = None
     """JSONL file of passages (id, title, text). It is indexed at the start. Default: the paragraphs that come with
     --data"""
-    index: Basic[Annotated[str | None, InputPath("folder")]] = None
+    index: Basic[Annotated[str | None, INDEX]] = None
     """index folder built by `python -m r3lite.index`"""
     top_k: Basic[OfRun[Annotated[int, Bounds(low=1, high=1000)]]] = 5
     """passages per query. golden returns all gold paragraphs"""
@@ -124,7 +130,7 @@ class RetrievalSettings(EncoderSettings):
     """file that caches query vectors; runs can share it"""
     query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
     """maximum size of --query-cache in MiB; the oldest vectors are deleted first"""
-    source_index: tuple[str, ...] | None = None
+    source_index: Annotated[tuple[str, ...] | None, INDEX_OF_SOURCE] = None
     """retriever for each kind of source that a plan names (--format dag), comma-separated, such as News=news-index; an
     index folder, an address, exa or duckduckgo; kinds are General, News and Academic; the others use --retriever"""
     web_results: Annotated[int, Bounds(low=1, high=100)] = 20
@@ -174,7 +180,7 @@ class RetrievalSettings(EncoderSettings):
             # Without a query cache, too: the one that this section names is used by all.
             unset = ("corpus", "index", "source_index", "noise_rate", "query_cache")
             changes: dict[str, str | None] = dict.fromkeys(unset)
-            if "://" in place or place in SERVICES:
+            if is_server(place):
                 changes["retriever"] = place
             else:
                 changes["index"] = place
@@ -234,6 +240,7 @@ class ProcedureSettings(Section):
         NeedsOthers("", "a --baseline with steps", has_steps),
     )
 
+    # `procedures --add` makes the file.
     procedures: Annotated[str | None, InputPath("file or folder")] = None
     """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
     best match for a question, if there is one, is inserted before it"""
@@ -257,11 +264,11 @@ class IndexSettings(EncoderSettings):
         Needs("skip_bad_rows", "a JSONL file: --corpus or --add", lambda s: s.corpus or s.add),
     )
 
-    documents: Basic[Annotated[str | None, InputPath("folder")]] = None
+    documents: Basic[Annotated[str | None, DOCUMENTS]] = None
     """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""
-    corpus: Basic[Annotated[tuple[str, ...] | None, InputPath()]] = None
+    corpus: Basic[Annotated[tuple[str, ...] | None, PASSAGES]] = None
     """instead of --documents, a JSONL file of passages (id, title, text), or several, A.jsonl,B.jsonl, for one index"""
-    add: Basic[Annotated[str | None, InputPath("file or folder")]] = None
+    add: Basic[Annotated[str | None, ADDITION]] = None
     """passages to add to the index in --output: a JSONL file or a folder of documents; known passages are skipped"""
     delete: Basic[tuple[str, ...] | None] = None
     """ids of passages to delete from the index in --output before --add: A,B or @FILE with one id per line"""

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Basic, Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
+from r3lite.core.config import Basic, Bounds, Count, Fraction, InputPath, NonNegative, Positive, Section, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import has_documents
 from r3lite.settings.data import DATA_FILE
@@ -148,7 +148,9 @@ class RLSettings(Section):
     """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
     teacher_quantize: Literal["nf4", "none"] = "nf4"
     """quantization of --teacher (dgpo)"""
-    teacher_logprobs: str | None = None
+    teacher_logprobs: Annotated[
+        str | None, InputPath("folder", "Pass a folder written by collect --teacher-logprobs.")
+    ] = None
     """instead of --teacher, a folder written by `collect --teacher-logprobs`: a failed episode is replaced by that
     trajectory of the same question, trained towards the teacher's distributions (dgpo)"""
     teacher_top: Top = 32

@@ -64,7 +64,7 @@ class ModeSettings(Section):
     chat_style: Literal["auto", "plain", "answer"] = "auto"
     """plain: chat without the step format; answer: the final answer of a step, without the steps before it; auto: plain
     for the base model, answer for adapters, which were trained on the format"""
-    examples: Annotated[str | None, InputPath()] = None
+    examples: Annotated[str | None, InputPath(remedy="Pass a question file.")] = None
     """question file whose first questions the page offers as examples; default: that of the adapter's run, if it is
     still there"""
     memory_turns: Whole = 10

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from r3lite.core.config import flat
 from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.exit_status import Terminated
@@ -28,12 +30,12 @@ class Trainer(Protocol):
     """Takes the steps of a run of SFT or RL."""
 
     state: TrainState
-    total: int  # steps of the whole run, over which the learning-rate schedule goes
+    total: int  # steps of the whole run; the learning-rate schedule spans them
 
     def step(self, number: int) -> tuple[dict, int]:
         """Takes step `number` = 1, 2, ...; returns its metrics, and how many tokens it processed.
 
-        The learning rate is set; it may take several optimizer steps.
+        The learning rate is set before. In RL a step takes several optimizer steps.
         """
 
     def rehearse(self) -> None:
@@ -61,7 +63,7 @@ def train(
     last = trainer.total
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
-    log = _open_log(run, done, trainer.total, metrics.memory_of(state.precision.device))
+    log = _open_log(run, done, trainer.total, state.precision.device)
     span_log = open_span_log(
         spans,
         tracking=run.config.tracking,
@@ -84,7 +86,7 @@ def train(
             if first_record is not None:
                 log.write(first_record)
                 log.sync()
-                run.write(state, 0)  # not run.save, which skips step 0: a fresh start needs no checkpoint
+                run.write(state, 0)  # after a collapse, step 0 may be the best checkpoint; `run.save` would skip it
                 oversight.end_step(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
@@ -117,13 +119,14 @@ def train(
     if last < trainer.total:
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
-    # For a finished run that is resumed into another folder. If the last step has just been saved, this writes nothing.
+    # Writes nothing if the last step has just been saved. But a finished run may have been resumed into another folder:
+    # then no step was taken.
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True
 
 
-def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.MetricsLog | metrics.NoLog:
+def _open_log(run: RunFolder, done: int, total: int, device: torch.device) -> metrics.MetricsLog | metrics.NoLog:
     """Returns the log of the run's first rank, with its tracker; the logs of other ranks write nothing."""
     if not run.ranks.first:
         return metrics.NoLog()
@@ -143,7 +146,7 @@ def _open_log(run: RunFolder, done: int, total: int, memory_of: str) -> metrics.
         total=total,
         label=run.command,
         tracker=tracker,
-        memory_of=memory_of,
+        memory_of=metrics.memory_of(device),
     )
 
 
@@ -174,7 +177,7 @@ def _take_step(
     state = trainer.state
     snapshot = state.snapshot()
     start = time.perf_counter()
-    run.ranks.begin_step(f"{run.config.common.seed}/{number}")
+    run.ranks.begin_step(f"{run.config.common.seed}/{number}")  # seeds dropout, if there are several ranks
     try:
         with interrupts.step():
             step_metrics, tokens = trainer.step(number)

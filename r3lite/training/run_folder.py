@@ -16,7 +16,16 @@ from safetensors import SafetensorError
 from r3lite.core.config import flat
 from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
+from r3lite.core.files import (
+    folder_fingerprint,
+    names_in,
+    similar_path,
+    sole_writer,
+    sweep,
+    write_json,
+    write_jsonl,
+    write_text,
+)
 from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.devices.ranks import ALONE, Ranks
@@ -100,6 +109,10 @@ class RunFolder:
                 self._check_settings(loaded.state, source)
             if loaded is None or elsewhere:
                 self._check_free(resume)
+            if source is not None:
+                print(f"continuing from {source}", file=sys.stderr)
+            elif resume:
+                print(f"{self.output} has no checkpoint to resume: a new run begins", file=sys.stderr)
             self._lock = lock.pop_all()
         return _Origin(self.output, elsewhere, source, loaded)
 
@@ -294,9 +307,8 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
         return Path(output)
     folder = Path(resume)
     if not folder.is_dir():
-        raise R3LiteError(
-            f"--resume {resume}: no such folder", "Pass a run folder or a checkpoint in it.", code="resume-absent"
-        )
+        cause = f"--resume {resume}: no such folder{similar_path(folder)}"
+        raise R3LiteError(cause, "Pass a run folder or a checkpoint in it.", code="resume-absent")
     if _is_checkpoint(folder):
         return folder.parent
     return folder

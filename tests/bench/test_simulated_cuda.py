@@ -30,6 +30,39 @@ def test_what_is_made_of_tensors_of_the_device_is_there(card):
     assert x.to("cuda") is x and x.to(torch.half).dtype == torch.half
 
 
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x: x % 3, "remainder"),
+        (lambda x: 7 % (x + 20), "remainder"),
+        (lambda x: x.double() % 0.1, "remainder"),
+        (lambda x: x.remainder_(3), "remainder_"),
+        (lambda x: torch.fmod(x, 3), "fmod"),
+        (lambda x: 3 & x, "bitwise_and"),
+        (lambda x: 1 << x.abs(), "bitwise_left_shift"),
+    ],
+)
+def test_an_operator_of_a_tensor_and_a_number_is_a_kernel(card, compute, name):
+    """It was a TypeError: on the device PyTorch makes it of the operator of two tensors."""
+    expected = compute(torch.arange(-4, 5))
+    x = torch.arange(-4, 5, device="cuda")
+    before = card.so_far()
+    computed = compute(x)
+    assert computed.device == CUDA and computed.dtype == expected.dtype
+    assert computed.cpu().tolist() == expected.tolist()
+    assert (card.counts - before).operators[name] == 1
+
+
+def test_a_graph_has_an_operator_of_a_tensor_and_a_number(card):
+    x = torch.arange(5, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x % 3
+    x += 1
+    graph.replay()
+    assert y.tolist() == [1, 2, 0, 1, 2]
+
+
 def test_what_is_not_asked_for_is_not_there(card):
     x = torch.ones(2, 3, device="cuda")
     made = [

@@ -13,12 +13,11 @@ from r3lite.datasets.sources import (
     build_mixture,
     encode_rows_of,
     entries_of,
-    missing_of,
     protocols_of,
     read_questions_of,
     read_rows_of,
-    table,
 )
+from r3lite.datasets.summary import table
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
 from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
@@ -183,7 +182,6 @@ def test_a_file_that_is_not_there_is_told_with_its_source():
     mixture = SourceSettings((SourceEntry("nowhere.jsonl=2"),))
     with raises(R3LiteError, "bad-source", "nowhere"):
         questions(mixture)
-    assert missing_of(DataSettings(), mixture) == "nowhere.jsonl"
 
 
 def test_a_source_that_is_held_out_whole_is_told():

@@ -1,7 +1,7 @@
 """Exported GGUF files in llama.cpp itself, by the package xllamacpp: greedy text is that of r3lite.
 
-Models are random, with the real tokenizer of Qwen2.5, or SmolLM2-135M-Instruct, whose folder or GGUF file the
-environment variable R3LITE_SMOLLM2 names (`shared/tools/real_weights.py` makes one).
+Models are random, with the real tokenizer of Qwen2.5, or real ones, whose folders or GGUF files environment variables
+name: R3LITE_SMOLLM2 SmolLM2-135M-Instruct, R3LITE_GEMMA3 Gemma 3 270M.
 """
 
 import gzip
@@ -64,7 +64,7 @@ def greedy(model, ids: list[int], ends: set[int]) -> list[int]:
 def check(model, folder: Path, server, texts: list[str]) -> None:
     """llama.cpp sees the tokens that the tokenizer gives, and writes after each text what r3lite does."""
     tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
-    ends = {tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")}
+    ends = {tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>", "<eos>", "<end_of_turn>")}
     for text in texts:
         reply = server.handle_completions(
             {"prompt": text, "n_predict": TOKENS, "temperature": 0, "cache_prompt": False}
@@ -104,6 +104,8 @@ def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
         ("granite", "smollm", False),
         ("smollm3", "llama-bpe", False),
         ("lfm2", "llama-bpe", True),
+        ("gemma3", "gemma", True),
+        ("gemma3-linear", "gemma", True),
     ],
 )
 def test_families_and_splits(tmp_path, kind, split, bos):
@@ -116,7 +118,9 @@ def test_families_and_splits(tmp_path, kind, split, bos):
     check(load_model(folder, torch.float32, "cpu"), folder, served(path), texts)
 
 
-@pytest.mark.parametrize(("kind", "split"), [("qwen3", "qwen2"), ("llama3", "smollm"), ("lfm2", "smollm")])
+@pytest.mark.parametrize(
+    ("kind", "split"), [("qwen3", "qwen2"), ("llama3", "smollm"), ("lfm2", "smollm"), ("gemma3", "gemma")]
+)
 def test_an_adapter_alone(tmp_path, kind, split):
     folder = write_model(tmp_path / "source", kind, split)
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
@@ -129,11 +133,12 @@ def test_an_adapter_alone(tmp_path, kind, split):
     check(model, folder, served(path, tmp_path / "adapter" / "adapter.gguf"), prompts())
 
 
-def test_smollm2(tmp_path, monkeypatch):
-    if not (named := os.environ.get("R3LITE_SMOLLM2")):
-        pytest.skip("needs SmolLM2-135M-Instruct: R3LITE_SMOLLM2 names its folder or GGUF file")
+@pytest.mark.parametrize(("variable", "model_type"), [("R3LITE_SMOLLM2", "llama"), ("R3LITE_GEMMA3", "gemma3_text")])
+def test_real_weights(tmp_path, monkeypatch, variable, model_type):
+    if not (named := os.environ.get(variable)):
+        pytest.skip(f"needs real weights: {variable} names their folder or GGUF file")
     monkeypatch.setattr(gguf_folder, "CACHE", str(tmp_path / "cache"))
     folder = resolve_folder(named)
-    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == model_type
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
     check(load_model(folder, torch.float32, "cpu"), folder, served(path), prompts())

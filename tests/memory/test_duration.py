@@ -95,10 +95,14 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     line = predicted.line()
     assert line.startswith("at most about ") and " for a round (sample " in line and "up to" not in line
     assert " if every episode has 768 tokens, the most it may; " in line
-    assert line.endswith(" for the run of 5. Within a factor of two, from this device's speed just now")
+    assert line.endswith(" for the run of 5 rounds. Within a factor of two, from this device's speed just now")
     step = predict(replace(SFT, speeds=speeds(), mean_tokens=100.0, writes=40.0), memory)
     assert list(step.phases) == ["update"] and step.run_seconds is None
-    assert " for a step; --max-steps sets how many the run takes. " in step.line()
+    passed = 1000 // SFT.step_rows
+    assert (
+        f" for a step; {in_words(passed * step.seconds)} for {passed:,} steps, a pass over 1,000 rows; " in step.line()
+    )
+    assert "; --data or --max-steps sets how many the run takes. " in step.line()
     longest = predict(replace(SFT, speeds=speeds()), memory)
     assert longest.seconds > 8 * step.seconds and " if every row has 1,024 tokens, the most it may; " in longest.line()
     asked = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory).line()
@@ -144,7 +148,7 @@ def test_validations_are_counted_and_refills_are_named():
     assert validated.report()["validation"] == round(validated.validation_seconds, 4)
     unknown = replace(validated, workload=replace(validated.workload, steps=None))
     assert unknown.run_seconds is None
-    assert f"; {in_words(validated.validation_seconds)} for a validation; --max-steps sets" in unknown.line()
+    assert f"; {in_words(validated.validation_seconds)} for a validation; --data or --max-steps sets" in unknown.line()
 
 
 # Beside what was measured

@@ -247,7 +247,7 @@ def test_layers_of_two_kinds_may_be_streamed(folders):
     for streamed in (False, True):
         model = load_model(folders("qwen3_5", SMALL), torch.float32, "cpu", streamed=streamed)
         if streamed:
-            model.stream.attach(model)
+            model.layer_stream.attach(model)
         activation_checkpointing.enable(model, Grant(Memory(recompute_layers=2)))
         hidden.append(model(torch.arange(7, 47)[None]))
     assert torch.equal(*hidden)

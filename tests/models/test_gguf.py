@@ -1,6 +1,8 @@
 """GGUF files as models: numbers, names and tokens are those of the folder they were made of, and others are refused."""
 
 import json
+import re
+import shutil
 import struct
 
 import numpy as np
@@ -56,7 +58,10 @@ def models(tmp_path_factory):
     def make(kind: str, weights: str = "fp32"):
         if (kind, weights) not in made:
             parent = tmp_path_factory.mktemp(kind)
-            source = write_model(parent / "source", kind, "smollm" if kind.startswith("llama") else "qwen2")
+            split = {"llama": "smollm", "llama3": "smollm", "gemma3": "gemma", "gemma3-linear": "gemma"}.get(
+                kind, "qwen2"
+            )
+            source = write_model(parent / "source", kind, split)
             made[kind, weights] = source, write_gguf(source, parent / "out" / "model.gguf", weights)
         return made[kind, weights]
 
@@ -127,7 +132,7 @@ def test_a_file_of_some_families_is_written_whole_and_not_read_as_a_model(models
         resolve_folder(str(path))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3"])
 @torch.no_grad()
 def test_a_file_says_what_it_says_in_transformers(models, kind):
     """Whose reader has the order of rows from llama.cpp."""
@@ -170,15 +175,16 @@ def test_numbers_are_those_of_the_package(tmp_path, monkeypatch, kind):
 
 
 def test_names_are_those_of_the_package():
-    for architecture in (gguf.MODEL_ARCH.QWEN2, gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.LLAMA):
-        known = gguf.get_tensor_name_map(architecture, 12)
+    for architecture in ("qwen2", "qwen3", "llama", "gemma3"):
+        known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 12)
+        names = gguf_files.NAMES_OF.get(architecture, gguf_files.NAMES)
         for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
-                     *(f"model.layers.11.{part}.weight" for part in gguf_files.NAMES.values() if "." in part),
-                     "model.layers.11.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight",
+                     *(f"model.layers.11.{part}.weight" for part in names.values() if not part.startswith("model.")),
                      "model.layers.3.self_attn.q_proj.bias"):  # fmt: skip
+            ours = gguf_name(name, architecture)
             theirs = known.get_name(name, (".weight", ".bias"))
-            assert theirs in (None, gguf_name(name)) and published_name(gguf_name(name)) == name
-    assert published_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+            assert theirs in (None, ours) and published_name(ours, architecture) == name
+    assert published_name("blk.0.ffn_gate_exps.weight", "llama") == "blk.0.ffn_gate_exps.weight"
 
 
 def test_nf4_is_quantized_from_the_numbers_of_the_file(models):
@@ -211,9 +217,12 @@ def test_two_precisions_of_one_matrix_are_a_tied_model(models, tmp_path):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
-@pytest.mark.parametrize(("split", "bos"), [("qwen2", False), ("llama-bpe", True), ("smollm", False), ("gpt-2", False)])
+@pytest.mark.parametrize(
+    ("split", "bos"),
+    [("qwen2", False), ("llama-bpe", True), ("smollm", False), ("gpt-2", False), ("gemma", True)],
+)
 def test_the_tokenizer_gives_the_same_tokens(tmp_path, split, bos, first):
-    source = write_model(tmp_path / "source", "llama")
+    source = write_model(tmp_path / "source", "llama", vocab_size=800)
     write_tokenizer(source, split, first, bos)
     path = write_gguf(source, tmp_path / "out" / "x.gguf")
     folder = resolve_folder(str(path))
@@ -250,7 +259,7 @@ def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"general.architecture": "gemma3"}, "architecture 'gemma3'"),
+        ({"general.architecture": "gemma2"}, "architecture 'gemma2'"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
         ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
@@ -411,6 +420,64 @@ def test_commands_take_a_file_as_model(tmp_path, capsys):
     with torch.no_grad():
         ours = model.logits(model(torch.tensor([ids])))
         assert (theirs(torch.tensor([ids])).logits - ours).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: model["merges"].pop(), "the merges lack ("),
+        (lambda model: model["merges"].append(model["merges"].pop(0)), "are apart"),
+        (lambda model: model.update(ignore_merges=True), "the tokenizer is SentencePiece, but not as Gemma's"),
+    ],
+)
+def test_merges_that_scores_cannot_say_are_not_written(models, tmp_path, change, named):
+    """llama.cpp would merge other tokens."""
+    source = shutil.copytree(models("gemma3")[0], tmp_path / "source")
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    merges = content["model"]["merges"]
+    several = next(
+        i for i in range(len(merges) - 1) if merges[i] != merges[i + 1] and "".join(merges[i]) == "".join(merges[i + 1])
+    )
+    merges[:] = merges[several : several + 2] + merges[:several] + merges[several + 2 :]
+    change(content["model"])
+    (source / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(R3LiteError, match=re.escape(named)):
+        write_gguf(source, tmp_path / "out" / "x.gguf", tokenizer=Tokenizer.load(models("gemma3")[0]))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokenizer.ggml.add_space_prefix": True}, "the tokenizer is 'llama'"),
+        ({"tokenizer.ggml.scores": None}, "lacks its tokens"),
+        ({"tokenizer.ggml.scores": [0.5]}, "tokenizer.ggml.scores is [0.5], not"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "gemma3.rope.scaling.type is 'yarn'"),
+        ({"gemma3.attention.sliding_window": None}, "gemma3.attention.sliding_window is missing"),
+        ({"gemma3.final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping is 30"),
+    ],
+)
+def test_what_is_not_supported_of_gemma_is_refused_by_name(models, tmp_path, changes, named):
+    path = rewrite(models("gemma3")[1], tmp_path / "x.gguf", changes)
+    with pytest.raises(R3LiteError) as error:
+        resolve_folder(str(path))
+    assert named in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_pre_attn_scalar": 64},
+        {"sliding_window_pattern": 3, "layer_types": None},
+        {"rope_local_base_freq": 5e3, "rope_parameters": {}},
+    ],
+)
+def test_a_gemma_that_llama_cpp_would_compute_otherwise_is_not_written(models, tmp_path, changes):
+    source = shutil.copytree(models("gemma3")[0], tmp_path / "source")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    with raises(R3LiteError, "gguf-family"):
+        write_gguf(source, tmp_path / "out" / "x.gguf")
 
 
 def test_a_sentencepiece_tokenizer_is_not_written(tmp_path):

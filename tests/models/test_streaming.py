@@ -40,7 +40,7 @@ def loaded(folder, quantize: bool, streamed: bool, device: str = "cpu"):
     """A model with an adapter that matters, whose layers are recomputed in a backward pass."""
     model = load_model(folder, torch.float32, device, quantize, streamed)
     if streamed:
-        model.stream.attach(model)
+        model.layer_stream.attach(model)
     add_adapter(model, "policy", 4, 8)
     generator = torch.Generator().manual_seed(0)
     for parameter in adapter_parameters(model, "policy").values():
@@ -87,13 +87,13 @@ def test_nf4_weights_are_kept_whole_while_they_are_on_the_host(folder, tmp_path)
 def test_the_count_of_live_tensors_tells_the_devices_part_from_the_hosts(folder):
     with LiveTensors() as counter:
         model = loaded(folder, True, True)
-        layers = sum(len(layer) for layer in model.stream.host)
+        layers = sum(len(layer) for layer in model.layer_stream.host)
         table = model.model.embed_tokens.weight
         host = layers + (0 if model.config.tie_word_embeddings else table.nbytes)
         counter.peak = counter.live
         trained(model)
-    assert host <= counter.host <= host + 512 * (len(model.stream.host) + 1)
-    places = [len(place) for place in model.stream.places]
+    assert host <= counter.host <= host + 512 * (len(model.layer_stream.host) + 1)
+    places = [len(place) for place in model.layer_stream.places]
     weights = sum(places) + model.head_weight.nbytes + model.model.norm.weight.nbytes
     adapter = sum(p.nbytes for p in adapter_parameters(model, "policy").values())
     assert weights + adapter < counter.live < weights + 2 * adapter + 200_000

@@ -131,7 +131,7 @@ def episode(tokenizer, protocol: Protocol, opening: str, question: str, document
     if transcript.pending:
         layout.splice(transcript, [[document, Document("2", "Other", "Nothing here.")]])
     answer = protocol.render(Step("A: here" if protocol.plans else "So.", answer="here"), 2)
-    speak(answer[answer.rindex(" here") :] if transcript.step_awaiting_answer else answer)
+    speak(answer[answer.rindex(" here") :] if transcript.forced_step else answer)
     return transcript
 
 

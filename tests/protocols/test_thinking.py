@@ -11,6 +11,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Transcript
+from r3lite.rollout.sequence import Listener
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.protocols.test_chat_template import folder  # noqa: F401 (a fixture)
 
@@ -78,7 +79,7 @@ def test_a_thought_that_runs_out_of_room_is_ended_before_the_answer(layout):
     transcript = opened(layout)
     layout.lengths = LengthSettings(max_length=4000, max_new_tokens=10)
     said(layout, transcript, "Hm, which book may this have been?", ends=False)
-    assert transcript.step_awaiting_answer is not None
+    assert transcript.forced_step is not None
     given = shown(layout, transcript.tokens)
     assert "</think>" in given.partition("Hm, which")[2]
 
@@ -181,6 +182,20 @@ def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
         transcript.write(layout.tokenizer.encode(text))
         seen.append(layout.turn_text.readable(transcript, turn_is_over=False))
     assert seen == ["", "", "", "Ada", "<this> is"]
+
+
+def test_a_thought_without_a_beginning_is_heard_as_it_was_written(folder):  # noqa: F811
+    """At its end the readable text shrank to what follows: the pieces that were heard did not add up to it."""
+    layout = Layout(Tokenizer.load(folder("qwen3", False), "off"), Chat(), LengthSettings())
+    transcript = opened(layout)
+    pieces = []
+    listener = Listener(pieces.append, step=None)
+    for token in layout.tokenizer.encode_written("Hm.\n</think>\n\nAda"):
+        transcript.write([token])
+        readable = layout.turn_text.readable(transcript, turn_is_over=False)
+        listener.hear(readable, turn_is_over=False)
+        assert "".join(pieces) == readable
+    assert readable == "Hm.\n</think>\n\nAda" and layout.turn_text.read(transcript) == "Ada"
 
 
 SECOND = [{"role": "user", "content": "In which year?"}, {"role": "assistant", "content": "Let us see: 1987."}]

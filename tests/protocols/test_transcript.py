@@ -164,10 +164,10 @@ def test_a_turn_that_ran_out_of_room_keeps_its_analysis_and_answers(layout, prot
     """Only the heading of the answer is given, in the same turn."""
     transcript = opened(layout)
     speak(layout, transcript, protocol.render(Step("x" * 200, answer="what"), 1)[:150])
-    if transcript.step_awaiting_answer is None:
+    if transcript.forced_step is None:
         assert protocol.plans and transcript.finish == CUT_OFF  # what is cut off is a plan
         return
-    assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.step_awaiting_answer.analysis
+    assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.forced_step.analysis
     turns = transcript.tokens.count(layout.tokenizer._marked.token_to_id("<|im_start|>"))
     speak(layout, transcript, " here" if protocol.user_turns else f" here {protocol.answer.closing}")
     assert (
@@ -240,7 +240,7 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
         layout.splice(transcript, [DOCUMENTS])
         documents = [d for step in transcript.steps for d in step.documents]
         seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
-        if step := transcript.step_awaiting_answer or (transcript.finish and transcript.steps[0]):
+        if step := transcript.forced_step or (transcript.finish and transcript.steps[0]):
             assert not documents and not step.searches
         else:
             assert documents and len(transcript.tokens) + 100 <= limit
@@ -257,7 +257,7 @@ def test_a_long_title_takes_no_more_room_than_a_title_may(tokenizer, protocol):
         ask(layout, transcript)
         layout.splice(transcript, [documents])
         found = transcript.steps[0].documents
-        assert transcript.step_awaiting_answer is None and not transcript.steps[0].faults
+        assert transcript.forced_step is None and not transcript.steps[0].faults
         assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in documents]
         (cut,) = (d.title for d in found if d.id == "9")
         assert endless.title.startswith(cut) and 0 < len(tokenizer.encode(cut)) <= LONGEST_TITLE
@@ -272,7 +272,7 @@ def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer
     ask(layout, transcript)
     layout.lengths = replace(layout.lengths, max_length=len(transcript.tokens) + 200)
     layout.splice(transcript, [DOCUMENTS])
-    step = transcript.step_awaiting_answer or transcript.steps[-1]
+    step = transcript.forced_step or transcript.steps[-1]
     assert step.faults == ("no_room",) and "no room for documents" in protocol.faults["no_room"]
 
 
@@ -290,7 +290,7 @@ def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
     )
     assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings(format=name))))
     transcript = opened(layout)
-    assert transcript.step_awaiting_answer == Step()
+    assert transcript.forced_step == Step()
     assert layout.tokenizer.decode(transcript.tokens).endswith(layout.protocol.answer_heading)
 
 

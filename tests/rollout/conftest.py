@@ -41,7 +41,7 @@ class ScriptedEngine(Engine):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
         for sequence in rows:
-            held = bool(sequence.step_awaiting_answer and sequence.step_awaiting_answer.faults)
+            held = bool(sequence.forced_step and sequence.forced_step.faults)
             turns = self.script[sequence.question.id]
             turn = self.forced if held and self.forced else turns[len(sequence.steps) + held]
             ids = self.layout.tokenizer.encode(turn.removesuffix("..."))

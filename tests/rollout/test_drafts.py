@@ -302,8 +302,8 @@ def sequence_of(tokens, question=None):
 
 
 def free(limit, sequences=()):
-    """A drafter for which places cost next to nothing."""
-    return Drafter(limit, STOP, sequences, place_cost=1e-4)
+    """A drafter for which drafted tokens cost next to nothing."""
+    return Drafter(limit, STOP, sequences, token_cost=1e-4)
 
 
 def test_the_last_occurrence_is_continued(monkeypatch):
@@ -331,14 +331,14 @@ def test_other_episodes_of_the_question_draft_too(monkeypatch):
     assert free(3).propose([first, second], [9, 9]) == [[], []]  # of visitors, who are strangers
 
 
-def test_a_place_is_drafted_if_it_pays():
+def test_a_token_is_drafted_if_it_pays():
     assert worthwhile(0.5, 0.2, 7) == (2, 0.75)
     assert worthwhile(0.5, 0.2, 1) == (1, 0.5)
     assert worthwhile(0.2, 0.5, 7) == (0, 0.0)
     tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     rows = [sequence_of(tokens) for _ in range(16)]
     assert sum(map(len, free(7).propose(rows, [9] * 16))) == 32  # MOST_DRAFTED
-    assert not any(Drafter(7, STOP, place_cost=0.5).propose(rows, [9] * 16))
+    assert not any(Drafter(7, STOP, token_cost=0.5).propose(rows, [9] * 16))
 
 
 @pytest.mark.parametrize(("episodes", "drafts"), [(16, True), (17, False)])
@@ -366,4 +366,4 @@ def test_drafts_stop_where_they_are_refused():
 def test_without_drafts_nothing_is_verified(engine_of, counted):
     plain = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20), Sampler(0.0))
     _, _, verified = counted.of(lambda: plain.run(questions(1), ["a"], nothing))
-    assert plain.scheduler_and_decoder([], 1)[1].drafter is None and not verified
+    assert plain.build_scheduler_and_decoder([], 1)[1].drafter is None and not verified

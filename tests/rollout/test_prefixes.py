@@ -60,7 +60,7 @@ class TurnsEngine(Engine):
         tokens = []
         for sequence in sequences:
             sequence.stream.random()
-            turn = TURNS[self.names[sequence.place]][len(sequence.steps)]
+            turn = TURNS[self.names[sequence.index]][len(sequence.steps)]
             tokens.append([*self.layout.tokenizer.encode(turn), stop_id][len(sequence.turn)])
         return torch.tensor(tokens), logprobs[range(len(tokens)), tokens]
 

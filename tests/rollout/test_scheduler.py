@@ -1,6 +1,8 @@
 """Rows of the cache: prompts read once, rows freed and taken again, and the same tokens whatever the rows."""
 
 import dataclasses
+import math
+import random
 import time
 
 import pytest
@@ -11,6 +13,8 @@ from r3lite.models.carried import KeysValues
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.scheduler import Scheduler
+from r3lite.rollout.sequence import Sequence
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Instructions that all questions share. Q: {question}", "D: {documents}")
@@ -152,6 +156,21 @@ def test_copied_and_exchanged_rows():
     for layer, old in zip(layers, before):
         assert torch.equal(layer.block[0, :, :9], old[1, :, :9]) and torch.equal(layer.block[1, :, :5], old[0, :, :5])
         assert torch.equal(layer.block[2, :, :7], old[1, :, :7])
+
+
+def test_a_discarded_sequence_clears_its_row_when_no_other_shares_it():
+    """With a shared row, a free row was cleared in its place: of a full cache, one that does not exist."""
+    cpu = torch.device("cpu")
+    cache = KVCache([KeysValues(1, 2, 4, torch.float32, cpu)], 1, torch.float32, cpu)
+    (question,) = questions(1)
+    first, second = (Sequence(question, tokens=[1, 2, 3], stream=random.Random(0)) for _ in range(2))
+    scheduler = Scheduler([], cache, rows=[[first, second]], active=1)
+    prefill = Prefill(cache, [(0, [1, 2])])
+    prefill.attend(0, torch.full((1, 2, 2, 4), math.nan), torch.full((1, 4, 2, 4), math.nan))
+    scheduler.discard(first)
+    assert scheduler.rows == [[second]] and cache.lengths == [2] and cache.layers[0].block[0, :, :2].isnan().all()
+    scheduler.discard(second)
+    assert scheduler.rows == [] and cache.lengths == [0] and not cache.layers[0].block.isnan().any()
 
 
 def test_the_block_wise_inverse_cdf_equals_the_plain_one():

@@ -1,10 +1,13 @@
 """OpenAI's own Python client against the server."""
 
+import json
+
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
 pytest.importorskip("fastapi", reason="needs the extra serve")
-from r3lite.serving.openai_api import HARMLESS, NEUTRAL  # noqa: E402
+from r3lite.serving.asks import ServedAnswer  # noqa: E402
+from r3lite.serving.openai_api import HARMLESS, NEUTRAL, ChatReply  # noqa: E402
 
 
 @pytest.fixture
@@ -29,6 +32,16 @@ def test_a_stream_has_the_role_first_then_the_content_then_the_reason_then_the_u
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == 9
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_an_answer_behind_a_thought_that_was_streamed_comes_once():
+    """The thought had no beginning and was streamed as text; the answer was then streamed a second time."""
+    reply = ChatReply({}, "chat", with_usage=False)
+    answer = ServedAnswer("Ada", "", [], [], [], "answered", None, False, 7, 3, mode="chat", adapter="rl")
+    events = [{"type": "text", "answer": "Hm."}, {"type": "text", "answer": "Hm.\n</think>\n\nAda"}, answer]
+    chunks = [json.loads(chunk) for event in events for chunk in reply.chunks(event) if chunk != "[DONE]"]
+    contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(contents) == "Hm.\n</think>\n\nAda"
 
 
 def test_what_is_written_on_the_way_is_reasoning(client):

@@ -125,10 +125,16 @@ def shown(browser, selector):
     return browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText)")
 
 
+def press_tool(browser, text):
+    browser.run(
+        f"[...document.querySelectorAll('.tools button')].find((b) => b.innerText === {json.dumps(text)}).click()"
+    )
+
+
 def test_a_question_its_steps_its_documents_and_its_answer(browser, page):
     running = page()
     ask(browser, "Who wrote it?")
-    assert shown(browser, ".asked") == ["Who wrote it?"] and shown(browser, ".answer .text") == ["Who wrote it?"]
+    assert shown(browser, ".question") == ["Who wrote it?"] and shown(browser, ".answer .text") == ["Who wrote it?"]
     assert shown(browser, ".query q") == ["Who wrote it?"] and shown(browser, ".doc b") == ["1Who wrote it?"]
     assert shown(browser, ".meta") == ["Search Mode, rl"]
     browser.run("document.querySelector('.sources button').click()")
@@ -150,7 +156,7 @@ def test_stop_retry_copy_export_and_clear(browser, page):
     assert shown(browser, ".problem") == [] and shown(browser, ".turn .note") == ["Stopped."]
     assert 0 < len(shown(browser, ".answer .text")[0]) < 400
     running.answering.slow = 0.002
-    browser.run("[...document.querySelectorAll('.tools button')].find((b) => b.innerText === 'Retry').click()")
+    press_tool(browser, "Retry")
     browser.wait("running === null && turns.at(-1).state === 'done'")
     assert shown(browser, ".turn .note") == [] and shown(browser, ".answer .text")[0].count("word") == 100
     browser.run("document.execCommand = () => { copied = document.activeElement.value; return true; }")
@@ -165,6 +171,53 @@ def test_stop_retry_copy_export_and_clear(browser, page):
     browser.run("$('clear').click()")
     assert shown(browser, ".turn") == [] and browser.run("conversation") != before
     assert browser.run("!$('welcome').hidden && $('clear').disabled && document.activeElement === $('query')")
+
+
+def test_a_retry_after_a_stopped_retry_replaces_the_answer_too(browser, page):
+    """It was sent as a new turn: the server then remembered the question twice."""
+    running = page()
+    running.answering.slow = 0.05
+    ask(browser, "word " * 20, "chat")
+    press_tool(browser, "Try again")
+    browser.wait("running !== null && document.querySelector('.answer .text')")
+    browser.press("Escape")
+    browser.wait("running === null")
+    running.answering.slow = 0.002
+    press_tool(browser, "Retry")
+    browser.wait("running === null && turns.at(-1).state === 'done'")
+    assert [a.retry for a in running.answering.asked] == [False, True, True]
+    assert [a.earlier for a in running.answering.asked] == [(), (), ()]
+    ask(browser, "next", "chat")
+    assert len(running.answering.asked[-1].earlier) == 2
+
+
+def test_a_retry_of_an_earlier_turn_is_a_new_turn(browser, page):
+    running = page()
+    for question in ("one", "two"):
+        ask(browser, question, "chat")
+    press_tool(browser, "Try again")  # of the first turn
+    browser.wait("running === null && turns[0].state === 'done'")
+    assert [a.retry for a in running.answering.asked] == [False, False, False]
+    press_tool(browser, "Try again")  # now the server remembers the first turn last
+    browser.wait("running === null && turns[0].state === 'done'")
+    assert running.answering.asked[-1].retry
+    assert [m["content"] for m in running.answering.asked[-1].earlier] == ["one", "one", "two", "two"]
+
+
+def test_a_token_is_sent_where_the_browser_has_no_storage(browser, serving):
+    """It was read from sessionStorage alone: without it, each question asked for the token again, and failed."""
+    running = serving(token="secret")
+    browser.open("about:blank")
+    script = "delete window.sessionStorage; Object.defineProperty(window, 'sessionStorage', {get() { throw Error(); }})"
+    blocked = browser.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    browser.open(running.url)
+    browser.wait("$('tokendialog').open")
+    browser.run("$('token').value = 'secret'; document.querySelector('#tokendialog .go').click()")
+    browser.wait("!$('served').hidden")
+    ask(browser, "hello there", "chat")
+    assert shown(browser, ".answer .text") == ["hello there"]
+    assert not browser.run("$('tokendialog').open")
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=blocked["identifier"])
 
 
 def test_errors_are_words_for_people(browser, page):
@@ -236,7 +289,7 @@ def test_what_is_served_is_named_and_what_was_not_learned_is_not_offered(browser
     browser.run("document.querySelector('[name=mode][value=search]').click()")
     browser.run("document.querySelectorAll('.examples button')[1].click()")
     browser.wait("running === null && turns.length && turns.at(-1).state !== 'waiting'")
-    assert shown(browser, ".asked") == ["<b>Where?</b>"]
+    assert shown(browser, ".question") == ["<b>Where?</b>"]
     assert shown(browser, ".meta") == ["Search Mode, rl. Plain RAG."]
 
 

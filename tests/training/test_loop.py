@@ -140,6 +140,21 @@ def test_a_run_goes_on_in_another_folder_from_a_named_checkpoint(tmp_path, whole
     assert list(checkpoint.folders_by_step(output)) == [6, 8]
 
 
+def test_a_run_says_what_it_resumes(tmp_path, capsys):
+    """`--resume auto` of a mistyped --output started from nothing without a word."""
+    output = str(tmp_path / "run")
+    assert not run(Toy(), output=output, resume="auto", stop_after=2)
+    assert f"{output} has no checkpoint to resume: a new run begins\n" in capsys.readouterr().err
+    assert not run(Toy(), output=output, resume="auto", stop_after=2)
+    assert f"continuing from {Path(output, 'checkpoint-2')}\n" in capsys.readouterr().err
+    assert not run(Toy(), output=str(tmp_path / "fork"), resume=output, stop_after=1)
+    assert f"continuing from {Path(output, 'checkpoint-4')}\n" in capsys.readouterr().err
+    assert not run(Toy(), output=str(tmp_path / "new"), stop_after=1)
+    assert "resume:" not in capsys.readouterr().err
+    with raises(R3LiteError, "resume-absent", "did you mean", "fork"):
+        run(Toy(), resume=str(tmp_path / "frok"))
+
+
 def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, capsys):
     assert not run(Toy(), resume=str(whole[1] / "checkpoint-3"), stop_after=1)
     assert list(checkpoint.folders_by_step(whole[1])) == [3, 4]

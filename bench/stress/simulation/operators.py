@@ -1,7 +1,7 @@
 """What an operator of PyTorch asks of a device: whether it is a kernel, which bytes it moves, why the host waits."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -80,6 +80,17 @@ def composite_key(function: OpOverload) -> torch._C.DispatchKey | None:
 @functools.cache
 def takes_generator(function: OpOverload) -> bool:
     return any(argument.name == "generator" for argument in function._schema.arguments)
+
+
+def taking_numbers(function: OpOverload, args: tuple) -> Callable:
+    """What to call an operator by: its other overloads, too, if it is handed a number in place of a tensor.
+
+    Where PyTorch makes an operator of others, it wraps a number in a tensor, and a mode is handed the number again.
+    """
+    for argument, value in zip(function._schema.arguments, args):
+        if isinstance(argument.type, torch.TensorType) and isinstance(value, int | float | complex):
+            return function.overloadpacket
+    return function
 
 
 def written_by(function: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:

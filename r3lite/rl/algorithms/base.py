@@ -64,7 +64,7 @@ class Algorithm:
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
-    compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
+    group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
     # Settings that have an effect with this algorithm, but not with all others.
     own_settings: ClassVar[frozenset[str]] = frozenset()
@@ -129,9 +129,9 @@ class Algorithm:
         """Returns the round's batch with `advantages` [B, T] and, with a critic, `value_targets` [B, T].
 
         `batch.reference` is set if --kl-beta is above 0, or with --kl-budget. By default every token of an episode gets
-        the episode's advantage, which `compare` computes from the returns of its group.
+        the episode's advantage, which `group_advantages` computes from the returns of its group.
         """
-        episode_advantages = self.compare(self.returns(batch), batch.groups)  # [B]
+        episode_advantages = self.group_advantages(self.returns(batch), batch.groups)  # [B]
         return replace(batch, advantages=episode_advantages[:, None] * batch.action_mask)
 
     def weights(self, batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from r3lite.rl.losses import episode_sum
 
 
 class DrGrpo(Grpo):
-    compare = staticmethod(group_centered)
+    group_advantages = staticmethod(group_centered)
     own_settings = Grpo.own_settings | {"length_constant"}
 
     def weights(self, batch: Batch) -> Tensor:

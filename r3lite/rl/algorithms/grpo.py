@@ -16,7 +16,7 @@ from r3lite.rl.losses import episode_mean
 
 class Grpo(Algorithm):
     has_groups = True
-    compare = staticmethod(group_normalized)
+    group_advantages = staticmethod(group_normalized)
     own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def weights(self, batch: Batch) -> Tensor:

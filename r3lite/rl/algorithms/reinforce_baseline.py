@@ -19,7 +19,7 @@ from r3lite.rl.batch import Batch
 
 class ReinforceBaseline(Algorithm):
     has_groups = True
-    compare = staticmethod(group_centered)
+    group_advantages = staticmethod(group_centered)
     own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def with_advantages(self, batch: Batch) -> Batch:

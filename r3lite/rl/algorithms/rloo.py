@@ -19,7 +19,7 @@ from r3lite.rl.losses import episode_sum
 class Rloo(Algorithm):
     has_groups = True
     kl_in = "reward"
-    compare = staticmethod(leave_one_out)
+    group_advantages = staticmethod(leave_one_out)
     own_settings = frozenset({"refill_limit", "expand_limit"})
 
     def weights(self, batch: Batch) -> Tensor:
