@@ -332,7 +332,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
 
 
 def _formats(settings: Mapping[str, Any]) -> set[str]:
-    """Returns the step formats of a run: of its sources if it has any, of which those of chats have none."""
+    """Returns the step formats of a run. With [[sources]] they are those of its sources; chats have no step format."""
     entries = settings.get("sources")
     if not isinstance(entries, list | tuple):
         entries = [{}]

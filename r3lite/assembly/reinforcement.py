@@ -62,7 +62,7 @@ class RLTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one round; returns its metrics, and the number of tokens of its episodes."""
         watch = Stopwatch(self.spans)
-        # The collapse guard compares the rewards of rounds: not across a change of the rewards' weights.
+        # The collapse guard compares the rewards of rounds. After a change of their weights it must begin anew.
         if weights_change_at(self.config.reward, number):
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
@@ -78,7 +78,7 @@ class RLTrainer:
         if self.sampler.judge:
             record |= self.sampler.judge.counts()
         record |= watch.laps
-        first_rounds = self.guard.first_rounds(record)  # once, when the last of them is over; else an empty list
+        first_rounds = self.guard.first_rounds(record)  # empty until the last of them is over, and after that round
         if first_rounds:
             rl_setup.warn_of_no_reward(self.config, first_rounds)
         return record, sampled.token_count

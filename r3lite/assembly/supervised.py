@@ -70,8 +70,8 @@ class SFTTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one optimizer step and returns its metrics and its number of tokens.
 
-        The loss is the mean over all trained tokens of its rows, however they are divided into micro-batches and among
-        ranks.
+        The loss is the mean over all trained tokens of the step's rows, however these are divided into micro-batches
+        and among ranks.
         """
         rows_per_step = self.config.rows_per_step
         indices = rows_of_step(

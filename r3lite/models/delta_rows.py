@@ -1,7 +1,7 @@
 """What a layer with the gated delta rule carries in the rows of a KV cache: a state of each row, and its last tokens.
 
 A state cannot be rolled back to fewer tokens. So drafts do not update it: their inputs wait in a window of their row,
-and the next pass first runs those of them that were accepted. For the same reason only a whole row can be copied.
+and the next pass first runs the accepted ones. For the same reason only a whole row can be copied.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class RowTokens(NamedTuple):
 class DeltaPass:
     """The plan of one pass, for all layers with the delta rule: what is run of each row, and which states are stored.
 
-    Of a row, first the tokens that wait in its window are run, from the row's state, and then the new tokens of the
-    pass. Each is a stretch of a ChunkPlan. The state after the row's new tokens is stored; with drafts, that before
-    them, and the inputs of the new tokens wait in the window.
+    Of each row, first the tokens that wait in its window are run, from the row's state, and then the new tokens of the
+    pass. The waiting tokens are one stretch of a ChunkPlan, the new tokens another. The state after the new tokens is
+    stored. If the new tokens are drafts, the state before them is stored, and their inputs are put into the window.
 
     For example, row 0 has two waiting tokens and row 1 none, and both get one new token. The stretches are then: 0, the
     two waiting tokens; 1, the new token of row 0, with the parent 0; 2, the new token of row 1. The roots 0 and 2 begin

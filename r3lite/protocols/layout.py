@@ -94,8 +94,8 @@ class Layout:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
             transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
-        # In a plain chat there is no token yet: the step's end is -1. Only training reads the ends of steps, and it has
-        # no baselines.
+        # In a plain chat there is no token yet: the step's end is -1. Only training reads the ends of steps, and
+        # training has no baselines.
         transcript.add_step(first_step)
         transcript.pending = first_step.searches
 

@@ -119,8 +119,8 @@ def train(
     if last < trainer.total:
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
-    # Writes nothing if the last step has just been saved. But if a finished run was resumed into another folder, no
-    # step was taken.
+    # Writes nothing if the last step has just been saved. But a finished run may have been resumed into another folder:
+    # then no step was taken.
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True
