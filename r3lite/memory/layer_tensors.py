@@ -18,7 +18,9 @@ def layer_taps(m: ModelConfig) -> list[int]:
 
     Two layers of a model with the same taps have tensors of the same shapes. Windows and rotations may differ.
     """
-    return [m.kind(layer).taps for layer in range(m.num_hidden_layers)]
+    if not m.layer_kinds:
+        return [0] * m.num_hidden_layers
+    return [kind.taps for kind in m.layer_kinds]
 
 
 def layers_by_taps(m: ModelConfig) -> Counter[int]:

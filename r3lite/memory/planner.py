@@ -505,7 +505,8 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
     if memory.offload and w.on_cuda:  # on a CPU host and device are the same memory
         inputs_here = 2 if recomputed else 0
     accumulates = w.guided or w.step_rows * w.row_tokens > tokens
-    ropes = {m.kind(layer).rope for layer in range(m.num_hidden_layers)} - {None}
+    kinds = m.layer_kinds or (m.kind(0),)
+    ropes = {kind.rope for kind in kinds} - {None}
     masks = _window_mask_bytes(w, tokens, w.row_tokens)
     if shared_keys:
         masks += tokens * w.row_tokens * w.element
