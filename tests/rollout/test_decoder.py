@@ -192,5 +192,7 @@ def test_on_a_card_episodes_are_the_same_with_graphs_and_without(engine_of, mode
     engine = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=40))
     asked, seeds = questions(5), list("abcde")
     with_graphs = [s.tokens for s in engine.run(asked, seeds, nothing)]
-    monkeypatch.setattr("r3lite.rollout.engine.GraphDecoder", lambda model, cache, slots, drafter: Decoder(model, cache, drafter))
+    monkeypatch.setattr(
+        "r3lite.rollout.engine.GraphDecoder", lambda model, cache, slots, drafter: Decoder(model, cache, drafter)
+    )
     assert [s.tokens for s in engine.run(asked, seeds, nothing)] == with_graphs
