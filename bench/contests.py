@@ -1,6 +1,5 @@
 """Contestants: r3lite at each kind of work that bench.throughput times. The work of others is in bench.peers."""
 
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from r3lite.models.linear import linear
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 
 PROMPT = 128  # tokens before those that are sampled, in decoding
 RL_PROMPT, RL_NEW, RL_EPISODES = 216, 128, 8
@@ -57,7 +57,7 @@ class Ours:
             self.model.eval()
             sequences = []
             for ids in full_prompts(batch, prompt):
-                sequences.append(Sequence(Question("q", "q", ()), stream=random.Random(0)))
+                sequences.append(Sequence(Question("q", "q", ()), stream=Uniforms(0)))
                 sequences[-1].observe(ids)
             with self.precision.autocast():
                 engine.finish(sequences, lambda pairs: [], quiet=True)

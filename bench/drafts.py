@@ -33,6 +33,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.decoder import Decoder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.sampling_batches import SamplingBatch
 from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Sequence
 
@@ -63,10 +64,13 @@ class Timed(Engine):
         self.tokens += sum(len(row.tokens) for row in rows) - before
         return sampled
 
-    def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
-        tokens, logprobs = super()._sample(logits, rows)
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        tokens, logprobs = super()._sample(logits, batch)
         if self.replayed:
-            forced = [self.replayed[row.question.id].tokens[len(row.tokens)] for row in rows]
+            forced = []
+            for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
+                written = self.replayed[sequence.question.id].tokens
+                forced.append(written[min(len(sequence.tokens) + depth, len(written) - 1)])
             tokens = torch.tensor(forced)
         return tokens, logprobs
 
