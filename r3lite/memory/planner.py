@@ -3,6 +3,7 @@
 All figures are bytes of live tensors, in closed form from the model's sizes, and on CUDA what `cuda_parts` adds;
 nothing is loaded to find them. They follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer at
 a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
+The kind of a layer is known by the taps of its convolution, see `layer_tensors.layer_taps`.
 """
 
 from collections.abc import Iterator
@@ -53,18 +54,16 @@ def largest(candidates: list[Parts] | Iterator[Parts]) -> Parts:
 def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
     """Returns the bytes of the frozen base on the device.
 
-    With streaming the layers, and one of the two tables, are on the host; the device has memory for two layers.
+    With streaming it has the final norm, the head (which may be the embedding), and memory for two layers: those of
+    even numbers take turns in one half, those of odd numbers in the other.
     """
     m = w.model
     norm = rounded(m.hidden_size * w.element)
     if streamed:
         taps = layer_taps(m)
         layers = 0
-        for taps_of_slot in (
-            set(taps[0::2]),
-            set(taps[1::2]),
-        ):  # even layers take turns in one slot, odd ones in the other
-            layers += max((layer_bytes(w, quantized, taps=count) for count in taps_of_slot), default=0)
+        for kinds in (set(taps[0::2]), set(taps[1::2])):
+            layers += max((layer_bytes(w, quantized, taps=kind) for kind in kinds), default=0)
         return layers + _table(w) + norm
     tables = 1 if m.tie_word_embeddings else 2
     return layers_bytes(w, quantized) + tables * _table(w) + norm
@@ -199,7 +198,8 @@ def standing(w: Workload, memory: Memory) -> Parts:
     if w.trains:
         parts["optimizer"] = _moment_bytes(w)
     if w.keeps_step and not w.on_cuda:  # without CUDA, copies on the host lie in the device's memory
-        parts["last updates"] = 2 * copy_bytes(w)  # an interrupted round is undone, and perhaps the one before it
+        # Two copies of weights and moments: to undo an interrupted round, and perhaps the one before it.
+        parts["last updates"] = 2 * copy_bytes(w)
     return parts
 
 
@@ -260,7 +260,11 @@ def allocated(w: Workload, memory: Memory) -> int:
 
 
 def _load(w: Workload, memory: Memory) -> Parts:
-    """Returns the peak of loading: the embedding beside its view of the file, or the last linear beside all weights."""
+    """Returns the peak of loading.
+
+    It is when the embedding is copied from the mapped file, of which a CPU holds both, or when the last linear layer is
+    read and all weights are there.
+    """
     largest_linear = max(
         out * into for taps in layers_by_taps(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
     )
@@ -281,13 +285,15 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
     if not memory.nf4:
         return 0
     # See nf4.dequantize. Two weights have one byte of codes, which becomes an index in int32.
-    index = 2  # bytes of a weight
+    index = 2  # bytes for each weight
     if w.on_cuda:
-        temporary = weights * (index + 2)  # and a code point in fp16
+        temporary = weights * (index + 2)  # the indices, and code points in fp16
     elif weights > nf4.TILE:
-        temporary = nf4.TILE * (index + 2 * FP32)  # and one in fp32, beside those of the tile before
+        temporary = nf4.TILE * (
+            index + 2 * FP32
+        )  # the indices, and code points in fp32 of this tile and of the last one
     else:
-        temporary = weights * (index + FP32)
+        temporary = weights * (index + FP32)  # the indices, and code points in fp32
     absmax = weights // nf4.BLOCK * 2 * FP32  # in fp32 twice: of each matrix, and of all joined
     return weights * w.element + absmax + temporary
 
@@ -338,7 +344,11 @@ class _Pass(NamedTuple):
 
 
 def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
-    """Returns the sizes of a pass of at most `row_limit` rows."""
+    """Returns the sizes of a pass of at most `row_limit` rows.
+
+    It is filled up to `micro_batch_tokens`; one row may have more, and in full tuning the rows of a step. What all rows
+    begin with is run once.
+    """
     unshared = w.row_tokens - w.shared  # tokens of a row
     tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
@@ -453,10 +463,10 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     if w.retrieves or runs_graphs(w, memory):  # documents come when rows are nearly full; graphs allocate all at once
         cached = w.row_tokens
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
-    masks += cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
+    repeated = cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
     reading = {
         "KV cache": kv_bytes(w, rows, cached),
-        "prefill": _forward(w, memory, together) + masks,
+        "prefill": _forward(w, memory, together) + masks + repeated,
     }
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
@@ -483,7 +493,7 @@ class _Backward(NamedTuple):
 
     tokens: int
     loss_tokens: int
-    recomputed: int  # layers
+    recomputed: int  # layers with activation checkpointing, the first ones; the others keep their activations
     layer_input: int  # bytes of one layer's input
     inputs_here: int  # recomputed layers whose inputs the device holds at once
     rotary: int  # bytes
@@ -498,6 +508,7 @@ class _Backward(NamedTuple):
 
 
 def _backward(w: Workload, memory: Memory) -> _Backward:
+    """Returns the sizes of the largest backward pass."""
     m = w.model
     tokens, loss_tokens, shared_keys = _largest_pass(w, memory, w.rows)
     recomputed = min(memory.recompute_layers, m.num_hidden_layers)
@@ -563,7 +574,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         last_layers[taps] = layer
     for taps, layer in chain(first_layers.items(), last_layers.items()):
         live = _live_bytes_of_recomputed(w, memory, b, taps)
-        inputs_here = min(layer, b.inputs_here) if memory.offload and w.on_cuda else layer
+        inputs_here = min(layer, b.inputs_here)
         gradients = accumulated or adapter_bytes(w) * (layers - layer + 1) // layers
         yield b.inputs(inputs_here) | {"live layer": live, "gradients": gradients}
 
@@ -576,7 +587,7 @@ def _live_bytes_of_kept(w: Workload, memory: Memory, tokens: int) -> int:
     return max(
         number * (2 * inner + hidden),
         number * (inner + hidden) + _dense(w, memory, hidden * inner),
-        # By then some of what was kept is freed.
+        # The product of gate and up, which is one of the layer's activations, is freed by then.
         number * (hidden - inner) + _dense(w, memory, 2 * hidden * inner),
     )
 

@@ -41,10 +41,10 @@ class Carried(Protocol):
     def reserve(self, capacity: int) -> None:
         """Makes room for `capacity` tokens a row."""
 
-    def copyable(self, count: int, length: int, read: int) -> int:
+    def copyable(self, count: int, length: int, prefilled: int) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row of `length` tokens.
 
-        The first `read` of these were given to the row by prefills; those after them were decoded, or given later.
+        The first `prefilled` of these were given to the row by prefills; those after them were decoded, or given later.
         """
 
     def copy(
@@ -93,7 +93,7 @@ class KeysValues:
         self.block[:, :, :old_capacity] = block
         self.block[:, :, old_capacity:] = 0  # masked, but 0 times what memory held before may be no number
 
-    def copyable(self, count: int, length: int, read: int) -> int:
+    def copyable(self, count: int, length: int, prefilled: int) -> int:
         return count
 
     def copy(
@@ -244,10 +244,10 @@ class Ring:
         self.saved = saved.new_zeros(rows, capacity // SAVED_EVERY, count, width)
         self.saved[:, :old_prefixes] = saved
 
-    def copyable(self, count: int, length: int, read: int) -> int:
+    def copyable(self, count: int, length: int, prefilled: int) -> int:
         if length - count <= SPARE:
             return count
-        return min(count, read) // SAVED_EVERY * SAVED_EVERY
+        return min(count, prefilled) // SAVED_EVERY * SAVED_EVERY
 
     def copy(
         self,

@@ -153,7 +153,7 @@ class DeltaRows(Ring):
     def reserve(self, capacity: int) -> None:
         """Does nothing: a state takes no more memory for more tokens."""
 
-    def copyable(self, count: int, length: int, read: int) -> int:
+    def copyable(self, count: int, length: int, prefilled: int) -> int:
         """Returns `count` if it is the whole row, of `length` tokens; else 0, because a state cannot be rolled back."""
         return count if count == length else 0
 

@@ -22,9 +22,12 @@ BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes lit
 
 
 class CachePass:
-    """A pass over rows of a cache. What its tokens need of rings and states is made when the first layer needs them."""
+    """A pass over rows of a cache, and what layers without attention need: a convolution's ring, a delta rule's states.
 
-    drafts = False  # whether the tokens may be taken back
+    Where the pass's tokens stand in these is computed when the first such layer asks.
+    """
+
+    drafts = False  # whether some of the tokens are drafts, which may be taken back
 
     def __init__(self, cache: "KVCache"):
         self.cache = cache
@@ -58,7 +61,7 @@ class CachePass:
         inputs: DeltaInputs,
         heads: DeltaHeads,
     ) -> Tensor:
-        """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. All but drafts are in the states then."""
+        """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. Adds all tokens but drafts to the states."""
         states = self.cache.layers[layer]
         if self.delta_pass is None:
             self.delta_pass = DeltaPass(
@@ -101,8 +104,8 @@ class Prefill(CachePass):
                 length=cached_length + T,
             )
             self.parts.append(part)
-            if cache.read[row] == cached_length:
-                cache.read[row] = part.length
+            if cache.prefilled[row] == cached_length:  # the row has had nothing but prefills
+                cache.prefilled[row] = part.length
             cache.lengths[row] = part.length
             first += T
 
@@ -159,7 +162,7 @@ class Decode(CachePass):
         self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads.
+        """Returns what is added to the scores [B, 1, G T, S] of a key head that has G query heads.
 
         It is made when a layer first asks for it.
         """
@@ -191,8 +194,8 @@ class Decode(CachePass):
         cached = self.cache.layers[layer].block[:B]
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
         cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, T, 2 K, D]
-        # The queries that share a key head are laid end to end, so that the cache is never copied.
-        q = q.reshape(B, K2 // 2, -1, D)  # [B, K, H / K T, D]
+        # The G = H / K queries that share a key head are laid end to end, so that the cache is never copied.
+        q = q.reshape(B, K2 // 2, -1, D)  # [B, K, G T, D]
         if self.lengths:
             return self._attend_row_by_row(q, cached, window, scale)
         k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
@@ -234,7 +237,7 @@ class KVCache:
         self.device = device
         self.capacity = 0  # tokens of a row
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
-        self.read = [0] * rows  # how many of a row's first tokens came by prefills
+        self.prefilled = [0] * rows  # how many of a row's first tokens came by prefills, before the first decoded one
         # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
         self.counting = torch.arange(rows, device=device)
         scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
@@ -282,7 +285,7 @@ class KVCache:
         self.lengths[:rows] = [position + 1 for position in positions]
         positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
         lengths: list[int] = []
-        if self.device.type == "cpu":  # where reading keys takes longer than to begin with it
+        if self.device.type == "cpu":  # an operation for each row costs less there than reading other rows' empty slots
             lengths = self.lengths[:rows]
         return Decode(self, positions_on_device[:, None], used, lengths=lengths)
 
@@ -303,12 +306,13 @@ class KVCache:
     def truncate(self, row: int, length: int) -> None:
         """Makes a row end after its first `length` tokens, as if those behind them had never been run.
 
-        Drafts are taken back so, or all tokens of a row. See `wipe` for what may be left of them.
+        It may take back drafts, at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` has no more of the
+        earlier ones. See `wipe` for what may be left of them.
         """
         for layer in self.layers:
             layer.truncate(row, length, self.lengths[row])
         self.lengths[row] = length
-        self.read[row] = min(self.read[row], length)
+        self.prefilled[row] = min(self.prefilled[row], length)
 
     def wipe(self, row: int) -> None:
         """Overwrites what is behind a row's tokens, as far as a number there that is not finite could spread."""
@@ -323,12 +327,16 @@ class KVCache:
     ) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row.
 
-        With `prefilled` it is what it can take once the row has so many tokens, all of them by prefills.
+        With `prefilled`, the answer is for a row that will have so many tokens, all by prefills, instead of for its
+        present content.
         """
-        length = self.lengths[row] if prefilled is None else prefilled
-        read = self.read[row] if prefilled is None else prefilled
+        length = self.lengths[row]
+        if prefilled is None:
+            prefilled = self.prefilled[row]
+        else:
+            length = prefilled
         for layer in self.layers:
-            count = layer.copyable(count, length=length, read=read)
+            count = layer.copyable(count, length=length, prefilled=prefilled)
         return count
 
     def copy(
@@ -341,7 +349,7 @@ class KVCache:
         for layer in self.layers:
             layer.copy(source, target, count=count, length=self.lengths[source])
         self.lengths[target] = count
-        self.read[target] = min(self.read[source], count)
+        self.prefilled[target] = min(self.prefilled[source], count)
 
     def keep_prefix(self, row: int, count: int) -> None:
         """Makes a row end after at most `count` of its tokens: after as many as are `copyable`."""
@@ -352,7 +360,7 @@ class KVCache:
         for layer in self.layers:
             layer.clear(row)
         self.lengths[row] = 0
-        self.read[row] = 0
+        self.prefilled[row] = 0
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
@@ -361,5 +369,5 @@ class KVCache:
         used = max(self.lengths[i], self.lengths[j])
         for layer in self.layers:
             layer.swap(i, j, used)
-        for counts in (self.lengths, self.read):
+        for counts in (self.lengths, self.prefilled):
             counts[i], counts[j] = counts[j], counts[i]

@@ -82,7 +82,7 @@ class Verification(CachePass):
         else:
             q = q[0][:, self.padded]  # [H, B, T, D]
         # The queries that share a key head are laid end to end, as in `Decode`.
-        q = q.transpose(0, 1).reshape(B, K, -1, D)  # [B, K, H / K T, D]
+        q = q.transpose(0, 1).reshape(B, K, -1, D)  # [B, K, G T, D], with G = H / K
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(H // K, window), scale=scale)
         out = out.reshape(B, H, T, D).transpose(1, 2)  # [B, T, H, D]
         if self.unpadded is not None:
@@ -96,7 +96,7 @@ class Verification(CachePass):
         return self.additions
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, query heads T, S] of a key head, which has so many query heads."""
+        """Returns what is added to the scores [B, 1, G T, S] of a key head that has G query heads."""
         if window is not None and window >= self.used:
             window = None
         if (query_heads, window) not in self.masks:

@@ -1,9 +1,9 @@
-"""One decoding step: runs the last token of each running row, and perhaps a draft, returns the hidden states.
+"""One decoding step: runs the last token of each running row, and perhaps a draft, and returns the hidden states.
 
 On CUDA the step is captured as a graph and replayed, because launching the kernels of one token takes longer than
-running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two. With
-drafts, all rows of a graph have equally many places; those that a pass does not need are padding. A graph reads tokens
-and positions from buffers. On other devices the model is called.
+running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two. It
+reads tokens and positions from buffers. With drafts, a graph runs several tokens of each row, of all rows the same
+number: its *places*. Those that a row does not need are padding. On other devices the model is called.
 """
 
 import math
@@ -41,13 +41,13 @@ class Decoder:
         return self._run(ids, context)[:, 0]
 
     def draft_limit(self, rows: int) -> int:
-        """Returns how many tokens may be drafted for each of so many rows, but for what the drafter decides."""
+        """Returns the most tokens that may be drafted for each of so many rows."""
         return MOST_DRAFTED
 
     def run_drafts(self, additions: list[list[int]]) -> Tensor | None:
         """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
 
-        If they are not all finite, the cache is as before, and there are none.
+        Returns None if they are not all finite. The cache then is as before.
         """
         lengths = self.cache.lengths[: len(additions)]
         hidden = self._run_additions(additions)
@@ -100,12 +100,13 @@ class GraphDecoder(Decoder):
         self.slots = cache.capacity
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int, int], Graph] = {}  # by rows, places of a row, and slots
-        # What a row's state goes on from differs from step to step, and a graph cannot ask.
+        # Layers with a gated delta rule choose on the host, at each step, the state that a row goes on from. A graph
+        # would repeat one choice.
         self.works = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         places = 1
-        if self.drafter:  # so that both kinds of pass have one graph; so few places take as long as one for each row
+        if self.drafter:  # the graph of passes with drafts serves both: a few more places take no time
             places = 1 + self.draft_limit(len(tokens))
         hidden = self._replay([[token] for token in tokens], places=places)
         if hidden is None:
@@ -113,7 +114,10 @@ class GraphDecoder(Decoder):
         return hidden[:, 0]
 
     def draft_limit(self, rows: int) -> int:
-        """Returns one place less than each row has in the graph with drafts for so many rows."""
+        """Returns the most tokens that may be drafted for each of so many rows.
+
+        The rows of a graph share GRAPH_PLACES, and the last token of each row takes one of them.
+        """
         if not self.works:
             return super().draft_limit(rows)
         limit = max(0, GRAPH_PLACES // self._padded_rows(rows) - 1)
@@ -134,8 +138,8 @@ class GraphDecoder(Decoder):
     def _replay(self, additions: list[list[int]], places: int) -> Tensor | None:
         """Returns the hidden states [n, places, C] after tokens that are added to each of the first n rows.
 
-        The rows' lengths count them from now on. Places behind a row's tokens are padding. Returns None, and does
-        nothing, if graphs cannot be used.
+        The rows' lengths count them from now on. Places behind a row's tokens are padding. Returns None if graphs
+        cannot be used; then the lengths are as before.
         """
         if not self.works:
             return None
@@ -184,7 +188,9 @@ class GraphDecoder(Decoder):
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
-        if not expected[is_compared].isfinite().all():  # of a draft, perhaps: there is nothing to compare with
+        if (
+            not expected[is_compared].isfinite().all()
+        ):  # perhaps because of a draft: we cannot compare now, but next time
             return None
         try:
             replay, hidden = self.capture(step)

@@ -16,7 +16,8 @@ Much of what a trained model writes stands before it: in the question, in docume
    If a number of the pass is not finite, all of the pass is taken back, and the rows are run without drafts. A NaN may
    come from a draft: attention gives later tokens a weight of 0, but 0 times NaN is NaN.
 
-With CUDA graphs all rows of a pass have as many places, of which few are for many rows: see `GraphDecoder`.
+A CUDA graph runs equally many tokens of each row. The more rows it has, the shorter drafts may be: see
+`GraphDecoder.draft_limit`.
 """
 
 from collections import Counter
@@ -37,9 +38,10 @@ TOKEN_COST = 0.06
 CARD_TOKEN_COST = 0.01  # TOKEN_COST on a card, where reading or copying weights takes longer than some tokens
 PASS_COST = 0.1  # what a pass with drafts takes in addition, however many tokens they have
 MARGIN = 1.25  # what drafts must bring, divided by what they cost
-# The share of drafted tokens that is expected to be accepted, by the length of the match, before any was examined.
+# A prior: the share of drafted tokens that is expected to be accepted, by the length of the match. It counts as if
+# EXPECTED_WEIGHT tokens had been examined.
 EXPECTED = (0.0, 0.0, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.8)
-EXPECTED_WEIGHT = 8.0  # how many examined tokens the expected share counts for
+EXPECTED_WEIGHT = 8.0
 FADING = 0.99  # the counts of examined tokens are multiplied by it at each match, because a model's texts change
 
 Occurrence = tuple[list[int], int]  # the tokens of an episode, and the index of the token that followed a match
@@ -95,7 +97,7 @@ class Acceptance:
 class Agreement:
     """How far the drafts of a pass agreed with the sampled tokens, by row."""
 
-    examined: list[int]  # drafted tokens that were compared with sampled ones
+    examined: list[int]  # drafted tokens that were compared with sampled ones, summed over the row's sequences
     accepted: list[int]  # drafted tokens that were equal to sampled ones
     failed: set[int]  # ids of the sequences whose logits were not finite
 
@@ -133,7 +135,9 @@ class Drafter:
         A draft pays if it brings more tokens than are sampled without drafts in the time that the draft takes.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
-        price = MARGIN * self.token_cost * speed  # tokens that a drafted token must bring on average
+        # In the time that a drafted token costs, so many tokens would be sampled without drafts. It pays if the
+        # probability that it is accepted is higher.
+        least_probability = MARGIN * self.token_cost * speed
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
         self._read(rows)
@@ -146,7 +150,7 @@ class Drafter:
             acceptance = self.acceptances[length]
             acceptance.fade()
             limit = min(self.limit, row_limit, free_tokens)
-            count, row_gain = worthwhile(acceptance.share, price, limit)
+            count, row_gain = worthwhile(acceptance.share, least_probability, limit)
             drafts[row] = self._continuation(occurrence, count)
             self.matches[row] = length
             free_tokens -= len(drafts[row])
@@ -275,17 +279,17 @@ def accept_drafts(
 
 def worthwhile(
     share: float,
-    price: float,
+    least_probability: float,
     limit: int,
 ) -> tuple[int, float]:
     """Returns the number of tokens to draft, at most `limit`, and how many of them are accepted on average.
 
-    Token number i is accepted with probability share^i; it is drafted if that is above the `price`.
+    Token number i is accepted with probability share^i; it is drafted if that is above `least_probability`.
     """
     count = 0
     gain = 0.0
     probability = share
-    while count < limit and probability > price:
+    while count < limit and probability > least_probability:
         count += 1
         gain += probability
         probability *= share

@@ -83,7 +83,7 @@ def test_a_row_goes_on_from_a_copied_prefix(model, rows, decoded, wanted):
     assert cache.lengths == [shared + decoded, count]
     found = read(model, cache, 1, rows[1][count:])
     torch.testing.assert_close(found, states(model, rows[1])[count:], rtol=1e-4, atol=1e-5)
-    assert cache.read == [shared, LENGTH]
+    assert cache.prefilled == [shared, LENGTH]
     assert cache.copyable(1, LENGTH - SPARE - 1) == 3 * SAVED_EVERY
 
 
@@ -97,7 +97,7 @@ def test_what_was_decoded_is_not_copied_later(model, rows):
     read(model, cache, 0, rows[0][2 * SAVED_EVERY + 5 : LENGTH])
     assert cache.copyable(0, 3 * SAVED_EVERY) == SAVED_EVERY
     cache.truncate(0, 0)
-    assert cache.copyable(0, 0) == 0 and cache.read == [0]
+    assert cache.copyable(0, 0) == 0 and cache.prefilled == [0]
 
 
 @torch.no_grad()
