@@ -75,7 +75,7 @@ class FullTurns(Layout):
 
     def close_turn(self, sequence: Sequence) -> None:
         if len(sequence.steps) < self.searches:
-            query = f"the river of town {sequence.stream.randrange(1000)}"
+            query = f"the river of town {sequence.stream.source.randrange(1000)}"
             sequence.add_step(Step.asking("analysis", query))
             sequence.pending = (query,)
         else:

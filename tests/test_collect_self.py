@@ -19,7 +19,7 @@ from r3lite.settings import CollectConfig, SftConfig
 from tests.cold_start import WORLD
 from tests.collecting import lines, read_rows
 from tests.errors import shows
-from tests.evaluating import answer, ask, question
+from tests.evaluating import answer, ask, question, token_of
 
 NAMES = ("Ada", "Bob", "Cy", "Dee", "Eve", "Flo")
 
@@ -41,12 +41,12 @@ def teach(toy, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "six.jsonl", rows)
     ways = {}  # of each episode, by its stream
 
-    def sample(engine, logits, sequences):
+    def sample(engine, logits, batch):
         tokens = []
-        for s in sequences:
+        for s, depth in zip(batch.sequences, batch.depths, strict=True):
             name = s.question.id
             where, town, right = f"Where does {name} live?", f"{name}town?", f"{name}town"
-            drawn = ways.setdefault(s.stream, int(5 * s.stream.random()))
+            drawn = ways.setdefault(s.stream, int(5 * s.stream.ahead(0)))
             turns = (
                 [ask(1, where), answer(2, right)],
                 [ask(1, name), ask(2, town), answer(3, right)],
@@ -54,9 +54,8 @@ def teach(toy, tmp_path, monkeypatch):
                 [answer(1, right)],
                 ["Who knows?"],
             )[drawn]
-            turn, tokenizer = turns[len(s.steps)], engine.layout.tokenizer
-            tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(s.turn)])
-        return torch.tensor(tokens), torch.zeros(len(sequences))
+            tokens.append(token_of(engine.layout.tokenizer, turns[len(s.steps)], len(s.turn) + depth))
+        return torch.tensor(tokens), torch.zeros(len(tokens))
 
     monkeypatch.setattr(Engine, "_sample", sample)
     monkeypatch.setattr(self_taught, "BLOCK", 2)
@@ -109,15 +108,14 @@ def test_right_episodes_are_kept_and_all_others_counted(tmp_path, teach, capsys)
 def test_a_model_that_does_not_know_the_format_is_told_what_to_do_next(tmp_path, teach, monkeypatch, capsys):
     """The error said `the table above shows why`, and no more."""
 
-    def sample(engine, logits, sequences):
+    def sample(engine, logits, batch):
         tokens = []
-        for sequence in sequences:
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
             turn = answer(1, "Ljungby")
             if sequence.question.id == "Bob":
                 turn = "Who knows?"
-            tokenizer = engine.layout.tokenizer
-            tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
-        return torch.tensor(tokens), torch.zeros(len(sequences))
+            tokens.append(token_of(engine.layout.tokenizer, turn, len(sequence.turn) + depth))
+        return torch.tensor(tokens), torch.zeros(len(tokens))
 
     monkeypatch.setattr(Engine, "_sample", sample)
     example = ["--init-prompt", "prompts/init_prompt.txt", "--worked-example", "--limit", "3"]

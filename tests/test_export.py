@@ -342,7 +342,7 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
         (["--average", "a", "--output", "x"], 2, "--average has one adapter only"),
         (["--average", "nowhere,elsewhere", "--output", "x"], 1, "nowhere"),
         (["--adapter", "RUN", "--output", "TAKEN"], 1, "already exists"),
-        (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Pass the folder of an evaluation"),
+        (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "--evaluation nowhere: no such folder"),
     ],
 )
 def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flags, status, told):

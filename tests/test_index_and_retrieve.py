@@ -72,8 +72,8 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(tmp_path, capsys):
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_corpus_is_read(tmp_path, capsys):
     """Hours of encoding were lost where the index could not be written in the end."""
-    (tmp_path / "file").write_text("x")
-    assert index.main(["--corpus", str(tmp_path / "none"), "--output", str(tmp_path / "file" / "i")]) == 1
+    (tmp_path / "file").write_text("no corpus")
+    assert index.main(["--corpus", str(tmp_path / "file"), "--output", str(tmp_path / "file" / "i")]) == 1
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ from r3lite.rewards.judge import build_judge, request_for
 from r3lite.rollout.engine import Engine
 from r3lite.settings import JudgeSettings, LengthSettings, MemorySettings, ModelSettings, RetrievalSettings
 from tests.errors import shows
+from tests.evaluating import token_of
 from tests.marks import ask
 
 TINY = shipped("checkpoints", "tiny")
@@ -44,15 +45,15 @@ def says(monkeypatch):
 
     script, load = Script(), local_client.load_frozen
 
-    def sample(engine, logits, rows):
+    def sample(engine, logits, batch):
         tokens = []
-        for sequence in rows:
+        for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
             tokenizer = engine.layout.tokenizer
-            if not sequence.turn:
+            if not sequence.turn and not depth:
                 script.asked.append(tokenizer.decode(sequence.tokens))
-            reply = [*tokenizer.encode(script.answer(sequence.question.text)), tokenizer.stop_id]
-            tokens.append(reply[len(sequence.turn)])
-        return torch.tensor(tokens), torch.zeros(len(rows))
+            reply = script.answer(sequence.question.text)
+            tokens.append(token_of(tokenizer, reply, len(sequence.turn) + depth))
+        return torch.tensor(tokens), torch.zeros(len(tokens))
 
     def counted(*arguments, **options):
         script.loads += 1

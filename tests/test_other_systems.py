@@ -96,12 +96,14 @@ def test_each_command_helps_without_the_modules_that_windows_lacks():
 # Consoles
 
 
-def test_a_console_of_256_letters_is_printed_to(monkeypatch):
+def test_a_console_of_256_letters_is_printed_to(monkeypatch, tmp_path):
     """A title that it has no letters for ended the command with a traceback, after its work was done."""
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252"))
     said = command.Command("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"))
-    assert said(["--data", "-"]) == 0
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    assert said(["--data", str(data)]) == 0
     assert printed.getvalue() == b"Gr\xf6\xdfe \\u6570 \\U0001f600" + os.linesep.encode()
 
 

@@ -283,7 +283,7 @@ def test_dry_runs_print_the_plan(capsys):
         assert re.search(r"^MiB +" + " +".join(phases) + "$", told, re.MULTILINE)
         assert re.search(r"^peak [\d,]+ MiB .* of a budget of 4,096 MiB$", told, re.MULTILINE)
         assert "vram_budget" in told  # the settings, too
-    assert sft.main([*small, "--data", questions, "--vram-budget", "100MiB"]) == 1
+    assert sft.main([*small, "--data", "some/name,subset,train", "--vram-budget", "100MiB"]) == 1
     assert "It would fit with" in capsys.readouterr().err
 
 

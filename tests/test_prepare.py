@@ -131,7 +131,7 @@ def test_what_was_killed_goes_on_with_its_own_settings_only(questions, tmp_path,
 def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys):
     run(questions, tmp_path / "out")
     before = parts(tmp_path / "out")
-    questions.unlink()
+    questions.write_text("not read again")
     assert run(questions, tmp_path / "out") == 0
     assert "is prepared already" in capsys.readouterr().out
     assert run(questions, tmp_path / "out", "--train-size", "3") == 1

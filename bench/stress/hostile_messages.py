@@ -5,7 +5,6 @@ import hashlib
 import http.client
 import io
 import json
-import random
 import struct
 import threading
 from dataclasses import replace
@@ -33,6 +32,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.remote import RolloutWorker
 from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import (
     AdapterFiles,
@@ -75,7 +75,7 @@ def sound_sequence(layout: Layout) -> Sequence:
         steps=transcript.steps,
         step_ends=transcript.step_ends,
         finish=HAS_ANSWER,
-        stream=random.Random(0),
+        stream=Uniforms(0),
         logprobs=[-0.5] * sum(transcript.action_mask),
         values=[0.0] * sum(transcript.action_mask),
     )

@@ -195,7 +195,7 @@ class VllmServer:
             "model": self.name,
             "prompt": sequence.tokens,
             "max_tokens": max(1, min(turn_tokens, episode_tokens)),
-            "seed": sequence.stream.getrandbits(62),
+            "seed": sequence.stream.source.getrandbits(62),
             "temperature": self.config.sampling.temperature,
             "stop": list(layout.protocol.stop_strings),
             "stop_token_ids": [layout.tokenizer.stop_id],

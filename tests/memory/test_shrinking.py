@@ -257,11 +257,11 @@ def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_pat
     assert run_rl(toy, tmp_path / "whole") == 0
     together, training, sample, learn = [], [], Engine._sample, Learner.learn
 
-    def limited(self, logits, rows):
-        together.append(len(rows))
-        if len(rows) > 2 and len(rows[0].turn) == 3:  # in the midst of a turn
+    def limited(self, logits, batch):
+        together.append(len({id(sequence) for sequence in batch.sequences}))
+        if together[-1] > 2 and len(batch.sequences[0].turn) == 3:  # in the midst of a turn
             out_of_memory()
-        return sample(self, logits, rows)
+        return sample(self, logits, batch)
 
     def learned(self, *arguments, **more):
         training.append(self.model.training)
