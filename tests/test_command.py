@@ -150,6 +150,10 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     assert serve(["--adapters", "runs/sft,rl=runs/sft,base"]) == 0
     assert serve(["--adapters", "runs/sft,rl=runs/rl"]) == 1
     assert "--adapters runs/rl: no such run" in capsys.readouterr().err
+    (tmp_path / "runs" / "lr=1e-4").mkdir()
+    assert serve(["--adapter", "runs/lr=1e-4", "--adapters", "runs/lr=1e-4,rl=runs/lr=1e-4"]) == 0
+    assert serve(["--adapters", "rl=runs/lr=1e-5"]) == 1
+    assert "--adapters runs/lr=1e-5: no such run" in capsys.readouterr().err
     assert run(lambda config: None, "--data", "trian.jsonl", "--dry-run") == 0
     assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
 

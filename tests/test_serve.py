@@ -184,7 +184,21 @@ def test_which_adapter_answers_in_which_mode():
         "reinforce-baseline",
     ]
     assert adapters_of(config("--adapters", "x=a,base")) == {"x": "a", "base": None}
-    for wrong in (["--adapters", "a=x,a=y"], ["--adapters", "++"], ["--adapters", "a b=c"], ["--adapters", "base=x"]):
+    in_sweep = ["--adapter", "lr=1/sft", "--adapters", r"runs/lr=1e-4/adapter,rl=runs/lr=1e-4,w=C:\lr=1\a"]
+    assert adapters_of(config(*in_sweep)) == {
+        "sft": "lr=1/sft",
+        "lr1e-4": "runs/lr=1e-4/adapter",
+        "rl": "runs/lr=1e-4",
+        "w": r"C:\lr=1\a",
+    }
+    assert adapters_of(config("--adapter", "base=x")) == {"basex": "base=x"}
+    for wrong in (
+        ["--adapters", "a=x,a=y"],
+        ["--adapters", "++"],
+        ["--adapters", "a b=c"],
+        ["--adapters", "base=x"],
+        ["--adapter", "base"],
+    ):
         with pytest.raises(UsageError, match="NAME=FOLDER"):
             adapters_of(config(*wrong))
     with raises(UsageError, "mode-adapter-unknown", "search", "gpt", "sft, rl"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from r3lite.assembly import policy
 from r3lite.assembly.answering import answers_in_steps, plain_baseline, why_no_answer
-from r3lite.core.config import UsageError
+from r3lite.core.config import UsageError, name_and_path
 from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.qa import read_questions
@@ -45,27 +45,28 @@ ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else
 
 def adapters_of(config: ServeConfig) -> dict[str, str | None]:
     """Returns the folder of each adapter by its name, in order; None: the bare base."""
-    entries = list(config.modes.adapters or ())
+    names_and_folders: list[tuple[str, str | None]] = []
     if config.model.adapter:
-        entries.insert(0, config.model.adapter)
+        names_and_folders.append(("", config.model.adapter))
+    for entry in config.modes.adapters or ():
+        names_and_folders.append((BASE, None) if entry == BASE else name_and_path(entry))
     folders: dict[str, str | None] = {}
-    for entry in entries:
-        name, _, folder = entry.rpartition("=")
-        if not name:
+    for name, folder in names_and_folders:
+        if not name and folder:
             name = _name_of(Path(folder))
         if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII):
             raise UsageError(
-                f"the adapter {folder} needs a name of letters, digits, - and _: pass NAME=FOLDER",
+                f"the adapter {folder} needs a name of letters, digits, - and _: pass --adapters NAME=FOLDER",
                 code="adapter-unnamed",
             )
-        if name == BASE and entry != BASE:
+        if name == BASE and folder is not None:
             raise UsageError(
-                f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass NAME=FOLDER",
+                f"the adapter {folder} cannot be named {BASE}: that is the bare model; pass --adapters NAME=FOLDER",
                 code="adapter-named-base",
             )
         if name in folders:
-            raise UsageError(f"two adapters are named {name}: pass NAME=FOLDER", code="adapter-name-twice")
-        folders[name] = None if entry == BASE else folder
+            raise UsageError(f"two adapters are named {name}: pass --adapters NAME=FOLDER", code="adapter-name-twice")
+        folders[name] = folder
     return folders or {BASE: None}
 
 
@@ -76,8 +77,8 @@ def _name_of(folder: Path) -> str:
 
 
 def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str]:
-    """Returns the names of the adapters that answer in steps: r3lite has trained all of them, but perhaps not the
-    base."""
+    """Returns the names of the adapters that answer in steps: r3lite has trained every adapter to do so, but perhaps
+    not the base."""
     if config.answers.steps == "off":
         return set()
     bare = replace(config, model=replace(config.model, adapter=None))
@@ -91,11 +92,11 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
     names = list(adapters)
     in_steps = adapters_in_steps(config, adapters)
     candidates = [name for name in names if name in in_steps] or names
-    learned_steps = "rl" if "rl" in candidates else candidates[-1]
+    steps_adapter = "rl" if "rl" in candidates else candidates[-1]
     defaults = {
         "chat": "sft" if "sft" in names else names[0],
-        "reasoning": learned_steps,
-        "search": learned_steps,
+        "reasoning": steps_adapter,
+        "search": steps_adapter,
     }
     by_mode = {mode: getattr(config.modes, f"{mode}_adapter") or defaults[mode] for mode in MODES}
     for mode, name in by_mode.items():
@@ -221,11 +222,11 @@ class LiveAnswers:
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
         question = Question(id=f"{number}", text=ask.text, answers=(), source=layout_name)
         if self.finder:
-            question = self.finder.before(question)
+            question = self.finder.before(question)  # adds the procedure that stands before it
         sequence = Visitor(
             replace(question, earlier=self._earlier(ask, layout_name, question.procedure)),
             stream=Uniforms(seed),
-            adapter=self._switch(ask.adapter),
+            adapter=self._adapter_in_model(ask.adapter),
             sampler=self._sampler(ask),
             max_tokens=ask.max_tokens,
         )
@@ -249,8 +250,11 @@ class LiveAnswers:
         sequence.listener.step(sequence)
 
     def warm_up(self) -> None:
-        """Answers a question in each row, each a token shorter, so that products of every size are met before someone
-        waits: what a device prepares for a size takes time, and memory."""
+        """Answers as many questions as there are rows, with at most 1, 2, 3, ... tokens: one ends after each iteration,
+        so that passes over every number of rows are run.
+
+        What a device prepares for a size takes time, and memory: it is done here, before someone waits.
+        """
         mode = "chat"
         if "reasoning" in self.modes:
             mode = "reasoning"
@@ -261,12 +265,12 @@ class LiveAnswers:
             self.iterate()
 
     def join(self, growing: Growing) -> None:
-        """Begins to answer, or has it wait for its turn."""
+        """Begins an answer, or lets it wait until a row is free."""
         self.lanes.join(growing.transcript)
         self.growing[id(growing.transcript)] = growing
 
     def leave(self, growing: Growing) -> None:
-        """Has it end soon, without an answer."""
+        """Lets an answer end soon, unfinished."""
         growing.transcript.leaving = True
 
     def iterate(self) -> list[tuple[Growing, ServedAnswer | None]]:
@@ -294,7 +298,8 @@ class LiveAnswers:
 
     @property
     def learned_modes(self) -> list[str]:
-        """The modes that `auto` chooses from: an adapter that has learned to search guesses without documents."""
+        """The modes that `auto` chooses from: all but reasoning if its adapter has learned to search and cannot do so
+        there, where it would guess."""
         if not self._reasons_as_learned():
             return [mode for mode in self.modes if mode != "reasoning"]
         return list(self.modes)
@@ -320,7 +325,7 @@ class LiveAnswers:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Why the modes that cannot be asked in are not there, by mode."""
+        """Why a mode is not offered, by mode."""
         reasons = {
             "reasoning": "The model has not learned to answer in steps",
             "search": "This server cannot search",
@@ -370,12 +375,12 @@ class LiveAnswers:
     def _lanes(self) -> Lanes:
         return Lanes(
             self.engine,
-            adapters=[self._switch(name) for name in self.adapters],
+            adapters=[self._adapter_in_model(name) for name in self.adapters],
             rows=self.rows,
             retrieve=self.retrieve,
         )
 
-    def _switch(self, name: str) -> str | None:
+    def _adapter_in_model(self, name: str) -> str | None:
         """Returns the name of an adapter as the model knows it: None for the bare base."""
         return None if name == BASE else name
 

@@ -78,13 +78,15 @@ class RLTrainer:
         if self.sampler.judge:
             record |= self.sampler.judge.counts()
         record |= watch.laps
-        first_rounds = self.guard.first_rounds(record)  # empty until the last of them is over, and after that round
+        # Not empty in one round only, the last of the guard's first rounds.
+        first_rounds = self.guard.first_rounds(record)
         if first_rounds:
             rl_setup.warn_of_no_reward(self.config, first_rounds)
         return record, sampled.token_count
 
     def _learn(self, number: int, sampled: Round, watch: Stopwatch) -> dict[str, float]:
-        """Takes the optimizer steps of a round and returns their metrics; none if all rewards are missing."""
+        """Takes the optimizer steps of a round and returns their metrics; none if no episode is to be learned from: all
+        rewards are missing, or no group was left after the refill."""
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:
             return {}
@@ -151,9 +153,9 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     torch.manual_seed(config.common.seed)
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
-    traces = rl_guidance.traces_of(config)
+    traces = rl_guidance.traces_of(config)  # episodes of a teacher
     replay = rl_guidance.build_buffer(config)
-    parts: dict[str, Stateful] = {"guard": guard}  # further parts of checkpoints
+    parts: dict[str, Stateful] = {"guard": guard}  # of checkpoints, besides the learner's
     if replay:
         parts["replay"] = replay
     engine, learner, state = rl_setup.build_learning(

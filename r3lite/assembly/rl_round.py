@@ -372,7 +372,7 @@ def run_on_ranks(
 ) -> list[Sequence]:
     """Returns the sequences of `run(starts, seeds, retrieve)`: each rank samples a part, and all get all of them.
 
-    `run` is a method of the engine: `run`, `continue_from` or `end_again`.
+    `run` is a method of the engine: `run` or `continue_from`, or `Engine.end_again` of an engine in this process.
     """
     if not seeds:
         return []

@@ -49,7 +49,7 @@ class SFTTrainer:
         self.rows = rows
         self.held_out = held_out
         # `row_limit`: number of rows after which the run ends; None: it ends after `total` steps.
-        self.total, self.row_limit = config.length(len(rows))
+        self.total, self.row_limit = config.steps_and_row_limit(len(rows))
         self.ranks = policy.ranks
         self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
@@ -99,10 +99,11 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of the run's largest micro-batch, and drops them.
+        """Computes the gradients of the run's largest micro-batch, or of its largest step if there are several ranks.
 
-        Several ranks divide the rows of a whole step, the longest ones, so that each rank has some.
+        They are dropped.
         """
+        # The longest rows of the run, as many as a step has: several ranks divide them, so that each one gets some.
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
             rows = max(self.micro_batches(rows), key=count_tokens)
@@ -114,7 +115,7 @@ class SFTTrainer:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Accumulates the gradients of the mean loss over all `rows` of a step, some of which this rank runs.
+        """Accumulates the gradients of the mean loss over all `rows` of a step, of which this rank runs a part.
 
         Returns, by source, the share of this rank's rows in the mean loss: their summed loss, divided by the trained
         tokens of all `rows`. The numbers are in host memory, but on a GPU they are valid only after the update: they
@@ -145,7 +146,7 @@ class SFTTrainer:
                 self.policy.full_tuning.apply_last()
         except torch.OutOfMemoryError as error:
             if not self.policy.precision.changed_weights:
-                raise  # it can be tried again
+                raise  # no weight has changed: the update can be tried again
             remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
             raise R3LiteError(
                 f"memory ran out in the middle of an update ({error})", remedy, code="memory-mid-update"
@@ -230,16 +231,16 @@ def count_loss_tokens(rows: list[Row]) -> dict[str, int]:
 
 def train(config: SftConfig, ranks: Ranks) -> None:
     """Runs SFT in its run folder, from the first step or from a checkpoint."""
-    protocols, rows_by_source, validation = read_data(config)
+    protocols, examples_by_source, validation = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
-        hashes = hashes_of_questions(rows_by_source)
+        hashes = hashes_of_questions(examples_by_source)
         if hashes:
             run.notes[QUESTIONS] = {"hashes": hashes}
         trainer = build_trainer(
             config,
             protocols=protocols,
-            rows_by_source=rows_by_source,
+            examples_by_source=examples_by_source,
             validation=validation,
             ranks=ranks,
         )
@@ -247,18 +248,18 @@ def train(config: SftConfig, ranks: Ranks) -> None:
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
-def hashes_of_questions(rows_by_source: Rows) -> list[str]:
+def hashes_of_questions(examples_by_source: Rows) -> list[str]:
     """Returns the hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on
     them."""
-    examples = chain.from_iterable(rows_by_source.values())
+    examples = chain.from_iterable(examples_by_source.values())
     return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 
 
 def build_trainer(
-    config: SftConfig, protocols: dict[str, Protocol], rows_by_source: Rows, validation: Rows, ranks: Ranks = ALONE
+    config: SftConfig, protocols: dict[str, Protocol], examples_by_source: Rows, validation: Rows, ranks: Ranks = ALONE
 ) -> SFTTrainer:
-    """Encodes the rows, plans the memory that they take and loads the model."""
-    if config.lora.no_lora and len(rows_by_source) > 1 and config.rows_per_step > 1:
+    """Encodes the examples into rows, plans the memory that they take and loads the model."""
+    if config.lora.no_lora and len(examples_by_source) > 1 and config.rows_per_step > 1:
         raise R3LiteError(
             "--no-lora needs rows of one source per step",
             "Pass --batch-size 1, or remove --no-lora.",
@@ -268,9 +269,9 @@ def build_trainer(
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    encoded = encode_rows_of(rows_by_source, layouts)
+    encoded = encode_rows_of(examples_by_source, layouts)
     held_out = encode_fitting(validation, layouts)
-    steps, _ = config.length(len(encoded))
+    steps, _ = config.steps_and_row_limit(len(encoded))
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
         fresh=config.lora,

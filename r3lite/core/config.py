@@ -79,7 +79,18 @@ class InputPath:
     noun: str = "file"  # what one is called in an error
     remedy: str = ""  # what to pass instead; with it, a missing one is an error before the work begins
     named: Callable[[str], bool] = never  # whether a value is no path, but the name of something such as a data set
-    has_names: bool = False  # values are NAME=PATH
+    has_names: bool = False  # values are NAME=PATH, see `name_and_path`
+
+
+def name_and_path(entry: str) -> tuple[str, str]:
+    """Returns the name and the path of NAME=PATH; if `entry` is only a path, the name is empty.
+
+    The first "=" divides them, unless a separator of folders stands before it: runs/lr=1e-4 is a path.
+    """
+    name, equals, path = entry.partition("=")
+    if not equals or "/" in name or "\\" in name:
+        return "", entry
+    return name.strip(), path.strip()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-SEARCHING = "searching"  # only with --learn answer, which samples last turns alone: the turn searched, and so ended
+# Only with --learn answer, which samples an episode's last turn alone: that turn searched instead of answering.
+SEARCHING = "searching"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 class Hop:
     """Holds one step of a gold decomposition."""
 
-    question: str  # or a name to look up; `#1` stands for the answer of the first hop, `#2` for that of the second
+    # Or the name of what is looked up; `#1` stands for the answer of the first hop, `#2` for that of the second.
+    question: str
     answer: str
     document: Document | None = None
     evidence: tuple[str, ...] = ()  # sentences of the document that state the answer, if they are known
@@ -73,9 +75,9 @@ def folded(text: str) -> str:
 class Question:
     """Holds a question with what its data set has about it.
 
-    `source` is the name of the entry in the config file's list of data sets, [[sources]], or of the server's mode, by
-    which the question came. It chooses the layout of the episode. (`Document.source` is another thing, a retriever; in
-    the JSON form of a search, "source" is the kind of source to search, `Search.kind`.)
+    `source` chooses the layout of the episode: the name of the question's data set in the config file's [[sources]] or,
+    in the server, of a layout (`answering_live.layouts_of`). (`Document.source` is another thing, a retriever; in the
+    JSON form of a search, "source" is the kind of source to search, `Search.kind`.)
     """
 
     id: str
@@ -89,7 +91,7 @@ class Question:
     hops: tuple[Hop, ...] = ()  # the gold decomposition, if the data set has one
     type: str = ""  # the data set's type of question, such as bridge or comparison
     earlier: tuple[dict[str, str], ...] = ()  # messages (`role`, `content`) of the conversation before the question
-    source: str = ""  # empty without [[sources]] and modes
+    source: str = ""  # empty: the default layout
     procedure: str = ""  # instructions that stand before the question: how to answer such questions
 
     @property

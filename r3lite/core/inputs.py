@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import Origin, flag, flat, input_path, kinds_of, sections
+from r3lite.core.config import Origin, flag, flat, input_path, kinds_of, name_and_path, sections
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, similar_path
 
@@ -36,7 +36,7 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
                 continue
             entries = [values[name]] if kind.count == 1 else values[name]
             for entry in entries:
-                path = entry.rpartition("=")[2] if path_trait.has_names else entry
+                path = name_and_path(entry)[1] if path_trait.has_names else entry
                 if not (exists(path) or path_trait.named(path)):
                     cause = f"{flag(name)} {path}: no such {path_trait.noun}{similar_path(path)}"
                     yield MissingInput(cause, path_trait.remedy)

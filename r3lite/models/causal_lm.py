@@ -34,7 +34,7 @@ class LayerKind:
     rope: Rope | None  # of the attention; None: queries and keys are not rotated
     window: int | None = None  # tokens that a query attends to at most, see attention.masked_keys; None: all before it
     taps: int = 0  # tokens that the convolution sees; 0: the layer has attention
-    delta: DeltaHeads | None = None  # heads of the delta rule; None: the layer does not have it
+    delta: DeltaHeads | None = None  # heads of the delta rule after the convolution; None: there is none
 
 
 class RMSNorm(nn.Module):
@@ -130,6 +130,7 @@ class Attention(nn.Module):
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         if cos is not None:
+            # In place; with gradients only what is returned may be used.
             qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
         qkv = qkv.transpose(1, 2)  # [B, H+2K, T, D]
         q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)
@@ -264,7 +265,7 @@ class CausalLM(nn.Module):
         """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T], which may be on the host.
 
         Without a context the ids are independent rows, padded on the right. With a context they are the tokens of a
-        pack [1, N], of a prefill [1, N] or of a decode step [B, 1].
+        pack, a prefill or a verification of drafts [1, N], or of a decode step [B, 1] ([B, T] in a graph with drafts).
 
         The hidden states are divided by the config's `logits_scaling`, so that `logits` needs no division.
         """

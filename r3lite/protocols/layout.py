@@ -24,7 +24,8 @@ from r3lite.settings import LengthSettings
 class Opening:
     """How an episode begins. In a baseline we make the first search or write the answer's heading, not the model."""
 
-    # The protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the question.
+    # If plain, the protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the
+    # question.
     plain: bool = False
     retrieves_first: bool = False  # documents are retrieved before the first turn; the question itself is the query
     forces_answer: bool = False  # the first turn begins with the heading of an answer
@@ -83,7 +84,7 @@ class Layout:
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
-        self.check_room(question, prompt)
+        self.check_room(question, prompt)  # also if the prompt is appended later, with documents
         if not self.opening.retrieves_first:
             transcript.observe(prompt)
             if self.opening.forces_answer:
@@ -227,8 +228,8 @@ class Layout:
         """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
         `document_tokens` tokens.
 
-        Its tokens are those of a rollout with the same text. The question's earlier messages and procedure are left
-        out, and the limits of `lengths` are not applied.
+        Its tokens are those of a rollout with the same text, if the question has no earlier messages and no procedure:
+        they are left out here. The limits of `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
@@ -265,16 +266,17 @@ class Layout:
     ) -> None:
         """Appends `request` and the heading of a forced answer; if no answer fits, the episode is CUT_OFF.
 
-        `step` gets the answer; None: an empty step, for a baseline. With a `request`, which ends the current turn, the
-        answer is a turn of its own; without one it continues the current turn. By default the heading is the
-        protocol's. An open thought is ended before the heading.
+        `step` gets the answer; None: an empty step, for a baseline. With a `request`, which ends the model's message,
+        the answer is a message of its own; without one it continues the current message. In the transcript it is a new
+        turn in both cases (`Transcript.observe`). By default the heading is the protocol's. An open thought is ended
+        before the heading.
         """
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # Where the turn of the answer begins: only a thought of that turn can be open.
-        answer_turn_start = len(tokens) if request else transcript.turn_start
-        closing_text = self._thoughts.end(tokens, answer_turn_start)
+        # Where the message with the answer begins, or its current turn: only a thought after it can be open.
+        message_start = len(tokens) if request else transcript.turn_start
+        closing_text = self._thoughts.end(tokens, message_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

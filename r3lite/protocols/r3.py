@@ -27,7 +27,7 @@ from r3lite.settings import ProtocolSettings
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
-    "no_analysis": "has no problem analysis, or a blank one",
+    "no_analysis": "has no problem analysis under its heading, or a blank one",
     "repeated_heading": "writes a heading twice",
     "query_and_queries": "has both a query and a list of queries",
     "unnumbered_query": "does not number its queries from 1, one a line",
@@ -189,14 +189,15 @@ class R3(Protocol):
         for heading, section in zip(written_headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text between `Step k:` and the first heading. Without one of these two, another fault is reported.
-        has_stray_text = step_heading and written_headings and preamble.strip()
+        # Text between `Step k:` and the first heading is an analysis without its heading: a fault even if an analysis
+        # with one follows. (Without `Step k:`, or without any heading, another fault is reported.)
+        analysis_lacks_heading = step_heading and written_headings and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=has_stray_text or not analysis,  # stray text is taken for an analysis without its heading
+            no_analysis=analysis_lacks_heading or not analysis,
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.headings.answer), faults)

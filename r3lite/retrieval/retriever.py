@@ -42,12 +42,12 @@ def build_retriever(setup: Setup) -> Retrieve:
     They run on the CPU.
     """
     settings = setup.settings
-    settings_by_kind = settings.of_sources  # of the kinds for which --source-index names a retriever
+    settings_by_kind = settings.of_sources  # of the kinds of source that --source-index names
     if settings.is_web:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
-        # A web service has several kinds of source. The default retriever asks for `setup.kind`; each other kind gets a
+        # A web service has several kinds of source. The default retriever searches `setup.kind`; each other kind gets a
         # retriever with the same settings, unless --source-index names one.
         settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
     default_retriever = _build_one(setup)

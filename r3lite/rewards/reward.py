@@ -15,7 +15,7 @@ from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
 ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
-MIN_QUESTIONS = 8  # all episodes of this many questions do not lack a reward by chance
+MIN_QUESTIONS = 8  # if no episode of so many questions has a reward, that is not by chance
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _refuse_always_missing(
 ) -> None:
     """Raises R3LiteError if a named reward is missing for all episodes: the run would learn nothing.
 
-    Episodes that lack a reward for another cause, a failed retriever or a missing verdict, do not count.
+    Episodes whose retriever failed, or whose verdict is missing, do not count.
     """
     verdict_needed = needs_verdict(settings)
     pairs = []

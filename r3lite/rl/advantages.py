@@ -83,8 +83,8 @@ def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
 def _by_group(returns: Tensor, groups: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns the advantages [B] that `advantage` computes from the returns of each group.
 
-    A group whose returns are all equal, such as a group of one, gets exactly 0: AdamW would turn the gradient of a
-    rounding error in r - mean into full steps.
+    A group whose returns are all equal, such as a group of one, gets exactly 0 and not a rounding error of
+    r - mean: AdamW divides gradients by their own size, so that even a tiny one makes a full step.
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():

@@ -268,7 +268,9 @@ class Learner:
                     chunk=chunk_size,
                 )
                 actions = actions.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
-            loss, chunks = token_loss(
+            # `token_loss` calls `_policy_loss(actions, places, logprobs, entropy)` for each chunk of tokens in turn.
+            # It returns the sum of the losses, and the list of what was measured.
+            loss, measured_chunks = token_loss(
                 hidden,
                 head,
                 tokens,
@@ -280,18 +282,18 @@ class Learner:
             values = None
             if self.value_head is not None:
                 values = self.value_head(hidden)
-        sums = [chunk.sums for chunk in chunks]
+        sums = [chunk.sums for chunk in measured_chunks]
         if values is not None:
             per_token, metrics = self.algorithm.value_loss(actions, values)
             loss = loss + self.settings.value_coefficient * (per_token * actions.weights).sum()
             sums.append(token_sums(metrics))
-        log_ratios = torch.cat([chunk.log_ratios for chunk in chunks], dim=1)
+        log_ratios = torch.cat([chunk.log_ratios for chunk in measured_chunks], dim=1)
         off_policy = batch.off_policy_actions  # on the host, so that indexing does not wait for the device
         if off_policy is not None:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # The names of the numbers of tokens are the kind of token and "tokens", see losses.TOKENS.
+        # A number of tokens is named by the kind of token and "tokens", see losses.TOKENS.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
@@ -312,6 +314,7 @@ class Learner:
         """
         chunk = actions[places]
         detached = logprobs.detach()
+        # Measured only: `algorithm.loss` computes the log-ratios that it clips itself, with gradients.
         sampler_log_ratios = detached - chunk.sampled_logprobs
         log_ratios_to_clip = self.algorithm.log_ratios(chunk, detached)
         per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)

@@ -19,7 +19,7 @@ Sums = dict[str, Tensor | int]  # sums over tokens by the name of the metric, an
 OFF_POLICY = "off_policy/"
 GUIDED = "teacher/"
 TOKENS = "tokens"  # `<kind>tokens` is the number of tokens of a kind, by which its sums are divided
-MIN_REMAINDER = 1e-6  # least probability of all but the k tokens: in fp32, 1 minus a sum is not exact below it
+MIN_REMAINDER = 1e-6  # least p' and q' of `truncated_kl`: in fp32, 1 minus a sum is not exact below it
 
 
 def clipped_surrogate(
@@ -93,8 +93,9 @@ def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
     """KL(teacher || policy) [N] from both log-probabilities [N, k] of the same k tokens.
 
     All other tokens count as one, with the remaining probability: sum_j p_j log(p_j / q_j) + p' log(p' / q'), where
-    p' = 1 - sum_j p_j. It is never above the divergence over the whole vocabulary, and 0 only if both give all k tokens
-    the same probabilities. The k probabilities are not renormalized, so that mass on other tokens counts, too.
+    p' = 1 - sum_j p_j, and q' likewise. It is never above the divergence over the whole vocabulary, and 0 only if both
+    give all k tokens the same probabilities. The k probabilities are not renormalized, so that mass on other tokens
+    counts, too.
     """
     teacher_remainder = _remaining_probability(teacher)
     policy_remainder = _remaining_probability(logprobs)
@@ -125,7 +126,11 @@ def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
 
 
 def token_sums(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
-    """Sums metrics [N] over the tokens of each metric's kind. `off_policy` is [N] bool, or None if no token is."""
+    """Sums metrics [N] over the tokens of each metric's kind.
+
+    `off_policy` [N] tells which tokens are off-policy; None: none of them. Without it, all metrics are summed over all
+    tokens, also those named GUIDED: a micro-batch of guided rows has no other tokens.
+    """
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}
     sums: Sums = {}

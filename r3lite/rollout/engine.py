@@ -171,7 +171,7 @@ class Engine:
         fetcher: Fetcher,
         on_finish: Callable,
     ) -> None:
-        """Samples one more token of each running sequence, and closes the turns that this ends.
+        """Samples one more token of each running sequence, or several with drafts, and closes the turns that this ends.
 
         Sequences with queries are parked until their documents have come. `on_finish()` is called for each episode
         that ends.
@@ -246,6 +246,7 @@ class Engine:
         if not rows:
             return []
         drafts: list[list[int]] = []
+        # Sequences count, not rows, also if they share rows: the memory plan counts the logits of drafts for so many.
         if decoder.drafter and len(scheduler.running) <= DRAFTING_ROWS:
             limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
             drafts = decoder.drafter.propose([row[0] for row in rows], limits)
@@ -258,14 +259,15 @@ class Engine:
         agreement = accept_drafts(
             rows,
             drafts,
-            sample=partial(self._sample_batch, hidden, self._logits(hidden)),
+            sample=partial(self._sampled_tokens, hidden, self._logits(hidden)),
             append=self._append,
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         if any(drafts):
             decoder.drafter.count(agreement)
+        sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
         scheduler.split()
-        return [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
+        return sampled_sequences
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
@@ -273,7 +275,7 @@ class Engine:
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
 
-    def _sample_batch(
+    def _sampled_tokens(
         self,
         hidden: Tensor,
         logits: Tensor,
@@ -296,16 +298,19 @@ class Engine:
         """Appends a sampled token to a sequence; returns False if the sequence failed, as its logits are not finite."""
         if math.isnan(sampled.logprob):
             error = self._explain_overflow(sequence)
-            self._fail(sequence, error)  # raises; in a LaneEngine the others go on
+            self._fail(sequence, error)  # raises; a LaneEngine (lanes.py) marks the sequence and goes on
             return False
-        sequence.stream.random()  # the number by which it was sampled
+        sequence.stream.random()  # drops the number by which it was sampled: sampling only looked ahead at it
         sequence.write([int(sampled.id)])
         sequence.logprobs.append(sampled.logprob)
         sequence.values.append(sampled.value)
         return True
 
     def _fail(self, sequence: Sequence, error: NotFinite) -> None:
-        """Ends the run: a model whose logits are not finite is broken. A `LaneEngine` ends this sequence alone."""
+        """Raises `error`, which ends the run: a model whose logits are not finite is broken.
+
+        `lanes.LaneEngine` overrides this: it ends this sequence alone, and returns.
+        """
         raise error
 
     def _explain_overflow(self, sequence: Sequence) -> NotFinite:
@@ -320,5 +325,8 @@ class Engine:
         )
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream."""
+        """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream.
+
+        `lanes.LaneEngine` overrides this: its sequences have samplers of their own.
+        """
         return self.sampler(logits, batch.uniforms)

@@ -29,8 +29,8 @@ class Sampler:
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B] in fp32, for logits [B, V] and `uniforms` [B] in [0, 1).
 
-        A row with a logit that is not finite has no distribution. Its log-probability is NaN, whatever the temperature
-        and the truncation, and its token means nothing.
+        A row with a NaN or with infinity has no distribution. Its log-probability is NaN, whatever the temperature and
+        the truncation, and its token means nothing. (A logit of -infinity is a token of probability 0, if not all are.)
         """
         greedy = is_greedy(self.temperature)
         scaled = logits.float()

@@ -21,7 +21,7 @@ class Scheduler:
     cache: KVCache
     rows: list[list[Sequence]] = field(default_factory=list)  # by row of the cache; sequences of a row are equal
     active: int = 0  # number of running rows, which come first
-    last_released: Sequence | None = None  # while all rows are free, row 0 of the cache still has its tokens
+    last_released: Sequence | None = None  # its tokens are still in row 0 of the cache while all rows are free
 
     @property
     def running_rows(self) -> list[list[Sequence]]:
@@ -35,7 +35,8 @@ class Scheduler:
     def admit(self) -> None:
         """Gives waiting sequences a row: a running row with equal tokens, or a free one.
 
-        There are never more sequences than rows, so that each can have a row of its own when they differ.
+        No more are admitted than the cache has rows, although they may share rows: `split` needs a free row for each
+        when they differ.
         """
         limit = len(self.cache.lengths) - sum(len(row) for row in self.rows)
         for sequence in self.waiting[:limit]:
@@ -44,8 +45,9 @@ class Scheduler:
                 row.append(sequence)
                 continue
             if self.last_released and not self.rows:
+                # Row 0 still has what the last sequence left: we keep what both begin with, such as the prompt.
                 common = min(self.cache.lengths[0], common_length(sequence, self.last_released))
-                self.cache.keep_prefix(0, common)  # such as the prompt
+                self.cache.keep_prefix(0, common)
             else:
                 self.cache.truncate(len(self.rows), 0)
             self._add([sequence])
@@ -59,14 +61,17 @@ class Scheduler:
         return None
 
     def _add(self, row: list[Sequence]) -> None:
-        """Makes the first free row of the cache, which is filled already, the last running one."""
+        """Gives the sequences of `row` the first free row of the cache, with the tokens that the caller left in it.
+
+        It becomes the last running row.
+        """
         self.rows.append(row)
         self._swap(len(self.rows) - 1, self.active)
         self.active += 1
 
     def split(self) -> None:
         """Divides running rows whose sequences have different tokens by now. Removes drafts that were not accepted."""
-        for i, row in enumerate(self.running_rows):
+        for i, row in enumerate(self.running_rows):  # a copy: rows are added in the loop
             first, *others = equal_parts(row)
             for part in others:
                 free = len(self.rows)  # the first free row

@@ -84,7 +84,7 @@ class SftConfig(CommandConfig):
     def rows_per_step(self) -> int:
         return self.sft.batch_size * self.sft.gradient_accumulation
 
-    def length(self, rows: int) -> tuple[int, int | None]:
+    def steps_and_row_limit(self, rows: int) -> tuple[int, int | None]:
         """Returns the optimizer steps of the run, and the number of rows after which it ends.
 
         The latter is None if --max-steps decides.
@@ -98,7 +98,7 @@ class SftConfig(CommandConfig):
         """Returns the optimizer steps of the run over this number of rows; None if it decides and is not known."""
         if rows is None:
             return self.schedule.max_steps
-        steps, _ = self.length(rows)
+        steps, _ = self.steps_and_row_limit(rows)
         return steps
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Basic, Bounds, Fraction, InputPath, OfIndex, OfRun, Section
+from r3lite.core.config import Basic, Bounds, Fraction, InputPath, OfIndex, OfRun, Section, name_and_path
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import SERVICES, check_address, collection_server, is_server
@@ -30,12 +30,6 @@ PASSAGES = InputPath(remedy="Pass a JSONL file of passages: id, title and text."
 DOCUMENTS = InputPath("folder", "Pass a folder of documents, or passages in a JSONL file as --corpus.")
 ADDITION = InputPath("file or folder", "Pass a JSONL file of passages or a folder of documents.")
 CONDITION = re.compile(r"([\w.-]+)\s*(>=|<=|!=|=|>|<)\s*([^\s=<>].*)")  # of --filter
-
-
-def source_and_place(entry: str) -> tuple[str, str]:
-    """Returns the kind of source and the place of its retriever in an entry of --source-index."""
-    source, _, place = entry.partition("=")
-    return source.strip(), place.strip()
 
 
 class EncoderSettings(Section):
@@ -176,7 +170,7 @@ class RetrievalSettings(EncoderSettings):
     def of_sources(self) -> "dict[str, RetrievalSettings]":
         """Returns the settings of the retriever of each kind of source that --source-index names."""
         by_source: dict[str, RetrievalSettings] = {}
-        for source, place in map(source_and_place, self.source_index or ()):
+        for source, place in map(name_and_path, self.source_index or ()):
             # Without a query cache, too: the one that this section names is used by all.
             unset = ("corpus", "index", "source_index", "noise_rate", "query_cache")
             changes: dict[str, str | None] = dict.fromkeys(unset)
@@ -201,7 +195,7 @@ class RetrievalSettings(EncoderSettings):
     def _check_sources(self) -> None:
         entries = self.source_index or ()
         for entry in entries:
-            source, place = source_and_place(entry)
+            source, place = name_and_path(entry)
             if source not in SOURCES or not place:
                 raise UsageError(
                     f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}",

@@ -10,7 +10,9 @@ from r3lite.settings.conditions import has_documents, has_queries
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
 LEAST_TEMPERATURE = 1e-5
-DRAFTING_ROWS = 16  # more rows are sampled without drafts: a pass over them has enough to compute
+# More sequences are sampled without drafts, also if they share rows: a pass over more rows has enough to compute, and
+# the memory plan counts the logits of drafts for so many sequences.
+DRAFTING_ROWS = 16
 # Places of the rows of a CUDA graph with drafts, in all: a card reads the weights once for so many, which takes longer
 # than computing them.
 GRAPH_PLACES = 32

@@ -86,7 +86,8 @@ def train(
             if first_record is not None:
                 log.write(first_record)
                 log.sync()
-                run.write(state, 0)  # after a collapse, step 0 may be the best checkpoint; `run.save` would skip it
+                # Step 0 may be the best checkpoint after a collapse. `run.save` takes step 0 for written.
+                run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):

@@ -64,9 +64,10 @@ class Algorithm:
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
-    group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # (returns [B], groups [B]) -> advantages [B]
+    # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
+    group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Settings that have an effect with this algorithm, but not with all others.
+    # Settings that only some algorithms read, and this is one of them.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
