@@ -24,7 +24,7 @@ from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rollout import engine
 from r3lite.rollout.decoder import GraphDecoder
-from r3lite.rollout.drafts import CARD_PLACE_COST
+from r3lite.rollout.drafts import CARD_TOKEN_COST
 from r3lite.training import checkpoint, metrics
 from tests.commands import NEEDED
 from tests.rollout.test_decoder import Replayed
@@ -210,7 +210,7 @@ def graphs_on_the_cpu(monkeypatch):
 
     def graphs(model, cache, drafter):
         if drafter:
-            drafter.place_cost = CARD_PLACE_COST
+            drafter.token_cost = CARD_TOKEN_COST
         return GraphDecoder(model, cache, SLOTS, Replayed(), drafter)
 
     monkeypatch.setattr(engine, "Decoder", graphs)
