@@ -129,10 +129,12 @@ class GraphDecoder(Decoder):
         hidden = self._replay(additions, places=1 + self.draft_limit(len(additions)))
         if hidden is None:
             return super()._run_additions(additions)
-        columns = [torch.arange(len(addition)) for addition in additions]
-        counts = torch.tensor([len(addition) for addition in additions])
-        rows = torch.arange(len(additions)).repeat_interleave(counts)
-        index = torch.stack([rows, torch.cat(columns)]).to(hidden.device, non_blocking=True)
+        rows: list[int] = []
+        columns: list[int] = []
+        for row, addition in enumerate(additions):
+            rows.extend([row] * len(addition))
+            columns.extend(range(len(addition)))
+        index = torch.tensor([rows, columns]).to(hidden.device, non_blocking=True)
         return hidden[index[0], index[1]]
 
     def _replay(self, additions: list[list[int]], places: int) -> Tensor | None:
@@ -188,9 +190,8 @@ class GraphDecoder(Decoder):
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
-        if (
-            not expected[is_compared].isfinite().all()
-        ):  # perhaps because of a draft: we cannot compare now, but next time
+        # Numbers that are not finite, perhaps because of a draft, cannot be compared: another step will be captured.
+        if not expected[is_compared].isfinite().all():
             return None
         try:
             replay, hidden = self.capture(step)

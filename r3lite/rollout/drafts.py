@@ -207,7 +207,7 @@ class Drafter:
         return draft
 
 
-def draft_limit(sequence: Sequence, lengths: LengthSettings) -> int:
+def _sequence_limit(sequence: Sequence, lengths: LengthSettings) -> int:
     """Returns how many tokens may be drafted: as many as the sequence may have after its next token, which is sampled
     without a draft. It is negative if the sequence may not have even that one."""
     in_turn = sequence.turn_start + lengths.max_new_tokens - len(sequence.tokens)
@@ -223,7 +223,7 @@ def draft_limits(
     """Returns how many tokens may be drafted for each row: at most `limit`, and what its sequences may have."""
     limits = []
     for row in rows:
-        of_sequences = [draft_limit(sequence, layout_of(sequence).lengths) for sequence in row]
+        of_sequences = [_sequence_limit(sequence, layout_of(sequence).lengths) for sequence in row]
         limits.append(min(limit, *of_sequences))
     return limits
 
