@@ -18,6 +18,7 @@ from r3lite.core.config import UsageError
 from r3lite.core.files import read_jsonl, shipped
 from r3lite.core.invocation import resolve
 from r3lite.models import lora, weights
+from r3lite.models.projections import PROJECTIONS
 from r3lite.models.weights import resolve_folder
 from tests.errors import raises, shows
 
@@ -31,17 +32,20 @@ QUESTIONS = [row.text("question") for _, row in zip(range(16), read_jsonl(shippe
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """Two adapters of the tiny base with random weights, as `--adapters` takes them."""
-    folder, named = tmp_path_factory.mktemp("adapters"), []
-    for seed, name in enumerate(("sft", "rl")):
-        model = weights.load_model(resolve_folder("tiny"), torch.float32, torch.device("cpu"))
-        lora.add_adapter(model, name, 4, 8, seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        for path, weight in lora.adapter_parameters(model, name).items():
-            if ".lora_B." in path:
-                weight.data.normal_(0, 0.02, generator=generator)
-        lora.save_adapter(model, name, folder / name, "tiny", weights.fingerprint(resolve_folder("tiny")))
-        named.append(f"{name}={folder / name}")
-    return ",".join(named)
+    folder = tmp_path_factory.mktemp("adapters")
+    return ",".join(f"{name}={write_adapter(folder / name, seed)}" for seed, name in enumerate(("sft", "rl")))
+
+
+def write_adapter(folder: Path, seed: int, r: int = 4, targets=PROJECTIONS) -> Path:
+    """Writes an adapter of the tiny base with random weights; returns its folder."""
+    model = weights.load_model(resolve_folder("tiny"), torch.float32, torch.device("cpu"))
+    lora.add_adapter(model, folder.name, r=r, alpha=8, targets=targets, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for path, weight in lora.adapter_parameters(model, folder.name).items():
+        if ".lora_B." in path:
+            weight.data.normal_(0, 0.02, generator=generator)
+    lora.save_adapter(model, folder.name, folder, "tiny", weights.fingerprint(resolve_folder("tiny")))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +207,21 @@ def test_which_adapter_answers_in_which_mode():
             adapters_of(config(*wrong))
     with raises(UsageError, "mode-adapter-unknown", "search", "gpt", "sft, rl"):
         modes("--adapters", "sft,rl", "--search-adapter", "gpt")
+
+
+def test_the_plan_has_room_for_adapters_of_several_shapes(tmp_path):
+    """Rank and projections of the first adapter were counted for all."""
+    from r3lite.assembly.answering_live import plan_lanes
+    from r3lite.memory.planner import standing
+
+    low = write_adapter(tmp_path / "low", 0, r=1, targets=("q_proj",))
+    high = write_adapter(tmp_path / "high", 1, r=16, targets=("v_proj", "down_proj"))
+    files = sum((folder / "adapter_model.safetensors").stat().st_size for folder in (low, high))
+    sizes = []
+    for adapters in (f"{low},{high}", f"{high},{low}"):
+        plan = plan_lanes(config("--retriever", "none", "--adapters", adapters))
+        sizes.append(standing(plan.workload, plan.memory)["adapters"])
+    assert sizes[0] == sizes[1] and files < sizes[0] < 4 * files
 
 
 def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is_room(adapters):

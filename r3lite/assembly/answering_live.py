@@ -113,7 +113,10 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
 
 
 def plan_lanes(config: ServeConfig) -> Plan:
-    """Returns the memory plan of answering ROWS questions at a time with all adapters."""
+    """Returns the memory plan of answering ROWS questions at a time with all adapters.
+
+    Every adapter counts with the highest rank and the projections of any, so adapters of several shapes take less.
+    """
     folders = [folder for folder in adapters_of(config).values() if folder]
     workload = evaluate_workload(
         model=replace(config.model, adapter=folders[0] if folders else None),
@@ -122,6 +125,10 @@ def plan_lanes(config: ServeConfig) -> Plan:
         questions=config.sampling.rollout_batch_size or ROWS,
         draft_tokens=config.sampling.draft_tokens,
     )
+    adapters = [adapter for folder in folders if (adapter := lora.read_adapter_config(folder))]
+    if adapters:
+        targets = dict.fromkeys(name for adapter in adapters for name in adapter.targets)
+        workload = replace(workload, lora_r=max(adapter.r for adapter in adapters), targets=tuple(targets))
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
 

@@ -149,9 +149,9 @@ class Drafter:
                 continue
             acceptance = self.acceptances[length]
             acceptance.fade()
-            limit = min(self.limit, row_limit, free_tokens)
-            count, row_gain = worthwhile(acceptance.share, least_probability, limit)
-            drafts[row] = self._continuation(occurrence, count)
+            draft = self._continuation(occurrence, min(self.limit, row_limit, free_tokens))
+            count, row_gain = worthwhile(acceptance.share, least_probability, len(draft))
+            drafts[row] = draft[:count]
             self.matches[row] = length
             free_tokens -= len(drafts[row])
             gain += row_gain

@@ -60,13 +60,16 @@ class CommandConfig(Frozen):
 
 
 class Weighted(dict):
-    """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML."""
+    """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML.
+
+    An equals sign before a slash belongs to a path, as in runs/lr=1e-4/gold.jsonl.
+    """
 
     def __init__(self, entry: Any, key: str):
         """`key` is that of the name in the table."""
         if isinstance(entry, str):
             name, equals, weight = entry.rpartition("=")
-            if equals:
+            if equals and not re.search(r"[/\\]", weight):
                 entry = {key: name.strip(), "weight": float(weight)}
             else:
                 entry = {key: entry}

@@ -146,9 +146,9 @@ class RunFolder:
             return
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
-            remedy = "Pass --resume auto to continue the run in it, or another --output."
-            if resume == "auto":
-                remedy = "It is not the folder of a run that can be continued: pass another --output."
+            remedy = "It is not the folder of a run that can be continued: pass another --output."
+            if CONFIG in names:
+                remedy = "Pass --resume auto to continue the run in it, or another --output."
             raise R3LiteError(
                 f"{self.output} exists and is not an empty folder: it holds {min(names)}",
                 remedy,

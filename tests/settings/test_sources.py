@@ -56,6 +56,12 @@ def test_the_command_line_names_files_with_weights():
         ("a-b", "a=b.jsonl", 2.0),
         ("c-x", "folder/c.x.json", 0.5),
     ]
+    config = resolve("sft", SftConfig(), ["--sources", r"runs/lr=1e-4/a.jsonl,w=1\b.jsonl,lr=1/c.jsonl=3"])
+    assert [(entry["file"], entry["weight"]) for entry in config.mixture.sources] == [
+        ("runs/lr=1e-4/a.jsonl", 1.0),
+        (r"w=1\b.jsonl", 1.0),
+        ("lr=1/c.jsonl", 3.0),
+    ]
 
 
 @pytest.mark.parametrize(

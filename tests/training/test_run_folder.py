@@ -45,12 +45,13 @@ def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path)
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.md").write_text("")
-    for _ in range(2):
-        with raises(R3LiteError, "output-not-empty", "notes.md"):
-            RunFolder("sft", config, "unused")
-    with raises(R3LiteError, "output-not-empty", "pass another --output") as told:
-        RunFolder("sft", with_values(config, {"resume": "auto"}), "unused")
-    assert "--resume auto" not in str(told.value)  # which is what was passed
+    for resume in (None, None, "auto"):
+        with raises(R3LiteError, "output-not-empty", "notes.md") as error:
+            RunFolder("sft", with_values(config, {"resume": resume}), "unused")
+        assert "--resume auto" not in str(error.value)  # no run is there
+    (tmp_path / "out" / "config.toml").write_text("[sft]\n")
+    with raises(R3LiteError, "output-not-empty", "--resume auto"):
+        RunFolder("sft", config, "unused")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
