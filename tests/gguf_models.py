@@ -7,7 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from r3lite.models.config_file import read_config
-from r3lite.models.gguf_tokenizer import SPLITS
+from r3lite.models.gguf_tokenizer import NORMALIZED, SPLITS
 from r3lite.models.weights import load_model
 from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 
@@ -28,6 +28,9 @@ KINDS = {
     "granite": {"model_type": "granite", "embedding_multiplier": 9.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
+    "qwen35": {"model_type": "qwen3_5_text", "num_hidden_layers": 5, "full_attention_interval": 2, "head_dim": 32,
+               "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+               "linear_value_head_dim": 16, "tie_word_embeddings": True},
     "gemma3": GEMMA3,
     "gemma3-linear": GEMMA3 | {"rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -104,7 +107,7 @@ def byte_level_tokenizer(split: str, first: bool) -> Tokenizer:
     content["pre_tokenizer"] = parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.decoder = decoders.ByteLevel()
-    if split == "qwen2":
+    if split in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(
         vocab_size=390 if first else 387,

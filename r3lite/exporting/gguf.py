@@ -2,7 +2,7 @@
 (extra gguf), which this file imports.
 
 Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there),
-Granite 3, SmolLM3, LFM2 and Gemma 3. Norms, biases and convolutions stay in fp32, as there.
+Granite 3, SmolLM3, LFM2, Gemma 3 and Qwen3.5. Norms, biases and convolutions stay in fp32, as there.
 """
 
 import contextlib
@@ -21,13 +21,25 @@ from tqdm import tqdm
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, move, read_record
 from r3lite.core.records import Record
+from r3lite.exporting import qwen3_5
 from r3lite.exporting.chats import trained_template
 from r3lite.models import gemma, gguf_tokenizer, lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig
-from r3lite.models.gguf_files import GEMMA3, LIKE_LLAMA, ROPE, Header, gguf_name, heads_of, row_order, shift_of
+from r3lite.models.gguf_files import (
+    GEMMA3,
+    LIKE_LLAMA,
+    QWEN35,
+    ROPE,
+    Header,
+    gguf_name,
+    heads_of,
+    row_order,
+    shift_of,
+)
 from r3lite.models.gguf_tokenizer import BYTES, SENTENCEPIECE, SENTENCEPIECE_SPLIT, SPACE, SPLITS, split_of
 from r3lite.models.layer_kinds import NO_ROPE_INTERVAL
 from r3lite.models.lfm2 import TAPS, Lfm2Layer
+from r3lite.models.qwen3_5 import Qwen35Layer
 from r3lite.models.rotary import LinearScaling, Rope, divisor_factors, rotary_divisors
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
@@ -79,11 +91,13 @@ def _architecture(config: ModelConfig) -> str:
         return "lfm2"
     if config.layer is gemma.GemmaLayer and _is_gemma3(config):
         return GEMMA3
+    if config.layer is Qwen35Layer and qwen3_5.is_writable(config):
+        return QWEN35
     has_windows = any(kind.window for kind in config.layer_kinds)
     if config.layer or has_windows or (config.layer_kinds and not _is_smollm3(config)):
         raise R3LiteError(
-            "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows, of lfm2 and "
-            "of gemma3 with windows as in the published models, not of this model",
+            "r3lite writes GGUF files of qwen2, qwen3, llama, mistral, granite, smollm3 without windows, of lfm2, and "
+            "of gemma3 and qwen3_5 with layers as in the published models, not of this model",
             REMEDY,
             code="gguf-family",
         )
@@ -175,9 +189,14 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture == "lfm2" or architecture in LIKE_LLAMA:
         writer.add_vocab_size(config.vocab_size)
     if architecture == "lfm2":
-        writer.add_shortconv_l_cache(max(kind.taps for kind in config.layer_kinds) or TAPS)
-    if architecture in LIKE_LLAMA:
-        writer.add_rope_dimension_count(config.head_dim)
+        taps = max(kind.taps for kind in config.layer_kinds) or TAPS
+        writer.add_uint32(f"{architecture}.shortconv.l_cache", taps)
+    if architecture == QWEN35 or architecture in LIKE_LLAMA:
+        writer.add_rope_dimension_count(rope.dims or config.head_dim)
+    if architecture == QWEN35:
+        for key, size in qwen3_5.sizes(config).items():
+            writer.add_uint32(f"{architecture}.{key}", size)
+        writer.add_rope_dimension_sections(qwen3_5.ROTARY_SECTIONS)
     if architecture == GEMMA3:
         writer.add_sliding_window(config.kind(0).window)
     if architecture == "granite":
@@ -197,8 +216,8 @@ def _rope(config: ModelConfig) -> Rope:
 
 
 def _kv_heads(config: ModelConfig) -> int | list[int]:
-    """Returns the key/value heads of all layers, or of each if some have none."""
-    if not any(kind.taps for kind in config.layer_kinds):
+    """Returns the key/value heads of all layers, or of each in a file of LFM2, where convolutions have none."""
+    if config.layer is not Lfm2Layer:
         return config.num_key_value_heads
     return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
 
@@ -208,7 +227,10 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
     for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
         type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
         kind = gguf.GGMLQuantizationType[type_name]
-        numbers = tensor.detach().float().numpy()
+        tensor = tensor.detach().float()
+        if architecture == QWEN35:
+            tensor = qwen3_5.to_file(name, tensor, model.config)
+        numbers = tensor.numpy()
         if tensor.dim() == 3:  # a convolution, whose channels are by themselves
             numbers = numbers.squeeze(1)
         heads = _heads(model, name)
@@ -317,4 +339,7 @@ def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
             heads=_heads(model, name),
             shift=shift_of(name, architecture),
         )
-        tensor.copy_(stored[:].view_as(tensor))
+        numbers = stored[:].view_as(tensor)
+        if architecture == QWEN35:
+            numbers = qwen3_5.from_file(name, numbers, model.config)
+        tensor.copy_(numbers)

@@ -103,12 +103,11 @@ class DeltaRows(Ring):
         super().__init__(rows, sum(heads.sizes), taps, dtype=dtype, device=device)
         self.heads = heads
         self.states = torch.zeros(rows, *heads.state_shape, device=device)
-        self.settled = [0] * rows  # how many tokens the state of each row has
-        self.window = self._new_window(0)  # of each row the inputs of the tokens after the settled ones
+        self.window = self._new_window(0)  # of each row the inputs of the tokens that its state does not have
 
     def _new_window(self, size: int) -> DeltaInputs:
         """Returns a window with zeros for `size` tokens of each row."""
-        rows = len(self.settled)
+        rows = len(self.states)
         return DeltaInputs(
             qkv=self.values.new_zeros(rows, size, sum(self.heads.sizes)),
             log_decay=self.states.new_zeros(rows, size, self.heads.values),
@@ -128,8 +127,6 @@ class DeltaRows(Ring):
             out = out[plan.waiting_count :]
             for row, stretch in plan.end_stretches.items():
                 self.states[row] = end_states[stretch]
-        for row, start, count in plan.tokens:
-            self.settled[row] = start if plan.drafts else start + count
         if plan.drafts:
             self._store_drafts(inputs, plan)
         return out
@@ -170,18 +167,15 @@ class DeltaRows(Ring):
         assert count == length, "only a whole row can be copied"
         for tensor in (self.values, self.states, *self.window):
             tensor[target] = tensor[source]
-        self.settled[target] = self.settled[source]
 
     def swap(self, i: int, j: int, used: int) -> None:
         for tensor in (self.values, self.states, *self.window):
             exchange(tensor[i], tensor[j])
-        self.settled[i], self.settled[j] = self.settled[j], self.settled[i]
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
+        """Of drafts the state has none, see `DeltaPass`."""
         if length == 0:
             self.states[row] = 0
-            self.settled[row] = 0
-        assert length >= self.settled[row], "only drafts, or all tokens, can be taken back"
 
     def clear(self, row: int) -> None:
         self.values[row] = 0

@@ -22,7 +22,9 @@ from r3lite.core.records import Record, Source
 
 VERSIONS = (2, 3)
 GEMMA3 = "gemma3"
+QWEN35 = "qwen35"
 ARCHITECTURES = ("qwen2", "qwen3", "llama", GEMMA3)  # that are read; llama: also Mistral
+ZERO_CENTRED = (GEMMA3, QWEN35)  # architectures whose norms multiply by 1 + weight, but those in linear attention
 LIKE_LLAMA = ("llama", "granite", "smollm3")  # architectures in which queries and keys are laid out as in `row_order`
 REMEDY = "Download the file again."
 TYPES = "Use a file in Q4_0 to Q8_0, K-quants, F16, BF16 or F32."
@@ -47,7 +49,18 @@ GEMMA3_NAMES = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-NAMES_OF = {"lfm2": NAMES | LFM2_NAMES, GEMMA3: NAMES | GEMMA3_NAMES}
+QWEN35_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+NAMES_OF = {
+    "lfm2": NAMES | LFM2_NAMES,
+    GEMMA3: NAMES | GEMMA3_NAMES,
+    QWEN35: QWEN35_NAMES | NAMES,  # of two names of a tensor, `gguf_name` takes the first
+}
 MAX_READS = 1 << 22  # of a header: a vocabulary and its merges take a million
 TILE = 1 << 20  # numbers dequantized at once
 SAMPLED = 64  # rows by which two matrices are compared
@@ -101,8 +114,8 @@ def heads_of(
 
 
 def shift_of(name: str, architecture: str) -> float:
-    """Returns what GGUF adds to a published tensor: 1 to the norms of Gemma, which multiply by 1 + weight."""
-    if architecture == GEMMA3 and name.endswith("norm.weight"):
+    """Returns what GGUF adds to a published tensor: 1 to norms that multiply by 1 + weight."""
+    if architecture in ZERO_CENTRED and name.endswith("norm.weight") and "linear_attn" not in name:
         return 1.0
     return 0.0
 

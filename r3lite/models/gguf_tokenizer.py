@@ -19,9 +19,12 @@ USER_DEFINED = 4
 UNUSED = 5
 BYTE = 6
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Marks, as of vowels in Hindi, belong to the letters before them.
+QWEN35 = QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 # By llama.cpp's name, the parts of a pre-tokenizer: its type, and the setting that matters.
 SPLITS = {
     "qwen2": (("Split", QWEN), ("ByteLevel", False)),
+    "qwen35": (("Split", QWEN35), ("ByteLevel", False)),
     "llama-bpe": (("Split", QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), ("ByteLevel", False)),
     "smollm": (("Digits", True), ("ByteLevel", True)),
     "gpt-2": (("ByteLevel", True),),
@@ -32,6 +35,7 @@ PARTS = {
     "ByteLevel": lambda splits: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits),
 }
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+NORMALIZED = ("qwen2", "qwen35")  # texts are brought into Unicode's form NFC, which a file does not say
 IGNORES_MERGES = "llama-bpe"  # a piece that is a token is not merged from its bytes
 # SentencePiece's BPE as in Gemma, which puts no space before a text; in `tokenizer.json`, and llama.cpp's names.
 SENTENCEPIECE = "llama"
@@ -183,7 +187,7 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
     }
     try:
         backend = _backend(tokens, kinds=kinds, merges=merges, split=split, unknown=settings["unk_token"])
-        if pre == "qwen2":
+        if pre in NORMALIZED:
             backend.normalizer = normalizers.NFC()
         if bos:
             numbers = [(bos, tokens.index(bos))]

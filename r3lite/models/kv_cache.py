@@ -64,14 +64,18 @@ class CachePass:
         """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. Adds all tokens but drafts to the states."""
         states = self.cache.layers[layer]
         if self.delta_pass is None:
-            self.delta_pass = DeltaPass(
-                self.row_tokens(),
-                states.settled,
-                drafts=self.drafts,
-                device=self.cache.device,
-            )
+            self.delta_pass = self._plan_delta_rule()
         out = states.run(inputs.flat(), self.delta_pass)  # [N, H D_v]
         return out.unflatten(0, inputs.qkv.shape[:2])
+
+    def _plan_delta_rule(self) -> DeltaPass:
+        """Returns the plan of all layers with the delta rule; the cache counts what their states will have."""
+        tokens = self.row_tokens()
+        settled = self.cache.settled
+        plan = DeltaPass(tokens, settled, drafts=self.drafts, device=self.cache.device)
+        for row, start, count in tokens:
+            settled[row] = start if self.drafts else start + count
+        return plan
 
 
 class Prefill(CachePass):
@@ -238,6 +242,7 @@ class KVCache:
         self.capacity = 0  # tokens of a row
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
         self.prefilled = [0] * rows  # how many of a row's first tokens came by prefills, before the first decoded one
+        self.settled = [0] * rows  # how many of a row's tokens are in its states, if layers have such: see DeltaPass
         # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
         self.counting = torch.arange(rows, device=device)
         scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
@@ -309,10 +314,12 @@ class KVCache:
         It may take back drafts, at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` has no more of the
         earlier ones. See `wipe` for what may be left of them.
         """
+        assert length == 0 or length >= self.settled[row], "of a state only drafts, or all tokens, can be taken back"
         for layer in self.layers:
             layer.truncate(row, length, self.lengths[row])
         self.lengths[row] = length
         self.prefilled[row] = min(self.prefilled[row], length)
+        self.settled[row] = min(self.settled[row], length)
 
     def wipe(self, row: int) -> None:
         """Overwrites what is behind a row's tokens, as far as a number there that is not finite could spread."""
@@ -350,6 +357,7 @@ class KVCache:
             layer.copy(source, target, count=count, length=self.lengths[source])
         self.lengths[target] = count
         self.prefilled[target] = min(self.prefilled[source], count)
+        self.settled[target] = min(self.settled[source], count)
 
     def keep_prefix(self, row: int, count: int) -> None:
         """Makes a row end after at most `count` of its tokens: after as many as are `copyable`."""
@@ -361,6 +369,7 @@ class KVCache:
             layer.clear(row)
         self.lengths[row] = 0
         self.prefilled[row] = 0
+        self.settled[row] = 0
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
@@ -369,5 +378,5 @@ class KVCache:
         used = max(self.lengths[i], self.lengths[j])
         for layer in self.layers:
             layer.swap(i, j, used)
-        for counts in (self.lengths, self.prefilled):
+        for counts in (self.lengths, self.prefilled, self.settled):
             counts[i], counts[j] = counts[j], counts[i]

@@ -104,6 +104,7 @@ def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
         ("granite", "smollm", False),
         ("smollm3", "llama-bpe", False),
         ("lfm2", "llama-bpe", True),
+        ("qwen35", "qwen35", False),
         ("gemma3", "gemma", True),
         ("gemma3-linear", "gemma", True),
     ],
@@ -114,12 +115,13 @@ def test_families_and_splits(tmp_path, kind, split, bos):
     folder = write_model(tmp_path / "source", kind, **scaled)
     write_tokenizer(folder, split, bos=bos)
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
-    texts = [*prompts(), " ".join(prompts()[:4])]
+    texts = [*prompts(), " ".join(prompts()[:4]), "नमस्ते, हिन्दी"]
     check(load_model(folder, torch.float32, "cpu"), folder, served(path), texts)
 
 
 @pytest.mark.parametrize(
-    ("kind", "split"), [("qwen3", "qwen2"), ("llama3", "smollm"), ("lfm2", "smollm"), ("gemma3", "gemma")]
+    ("kind", "split"),
+    [("qwen3", "qwen2"), ("llama3", "smollm"), ("lfm2", "smollm"), ("qwen35", "qwen35"), ("gemma3", "gemma")],
 )
 def test_an_adapter_alone(tmp_path, kind, split):
     folder = write_model(tmp_path / "source", kind, split)

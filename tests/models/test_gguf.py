@@ -14,7 +14,7 @@ from r3lite import export, sft
 from r3lite.assembly.policy import check_lengths
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, write_json
-from r3lite.models import gguf_files, gguf_folder, lora
+from r3lite.models import gguf_files, gguf_folder, gguf_tokenizer, lora
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import Header, gguf_name, published_name
 from r3lite.models.tensor_files import opened
@@ -26,7 +26,7 @@ from tests.gguf_models import KINDS, TEXTS, write_gguf, write_model, write_token
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("transformers")
 Q = gguf.GGMLQuantizationType
-WRITTEN_ONLY = {"granite", "lfm2", "smollm3"}  # whose files are not read as models
+WRITTEN_ONLY = {"granite", "lfm2", "qwen35", "smollm3"}  # whose files are not read as models
 # What their files say of a config, beside what every file does.
 KEYS = {
     "granite": lambda config: {
@@ -40,6 +40,18 @@ KEYS = {
         "feed_forward_length": config.intermediate_size,
     },
     "smollm3": lambda config: {"rope.dimension_count": config.head_dim},
+    "qwen35": lambda config: {
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "rope.dimension_count": 8,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 2,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 96,
+    },
 }
 
 
@@ -58,9 +70,8 @@ def models(tmp_path_factory):
     def make(kind: str, weights: str = "fp32"):
         if (kind, weights) not in made:
             parent = tmp_path_factory.mktemp(kind)
-            split = {"llama": "smollm", "llama3": "smollm", "gemma3": "gemma", "gemma3-linear": "gemma"}.get(
-                kind, "qwen2"
-            )
+            splits = {"llama": "smollm", "llama3": "smollm", "gemma3": "gemma", "gemma3-linear": "gemma"}
+            split = (splits | {"qwen35": "qwen35"}).get(kind, "qwen2")
             source = write_model(parent / "source", kind, split)
             made[kind, weights] = source, write_gguf(source, parent / "out" / "model.gguf", weights)
         return made[kind, weights]
@@ -125,11 +136,51 @@ def test_a_file_of_some_families_is_written_whole_and_not_read_as_a_model(models
     header = Header(path)
     fill(model, header)
     for name, tensor in checkpoint_tensors(model).items():
-        assert torch.equal(tensor, written[name]) and tensor.any(), name
+        rounding = 1e-6 if name.endswith("A_log") else 0.0  # of which the file has the exponential
+        torch.testing.assert_close(tensor, written[name], rtol=0, atol=rounding)
+        assert tensor.any(), name
     for key, value in KEYS[kind](model.config).items():
         assert header.keys[f"{kind}.{key}"] == pytest.approx(value)
     with raises(R3LiteError, "gguf-architecture", f"'{kind}'"):
         resolve_folder(str(path))
+
+
+def test_value_heads_and_decays_of_qwen35_are_as_in_llama_cpp(models):
+    """There key heads take turns: of two that serve three value heads each, 0 serves the heads 0, 2 and 4 of a file."""
+    source, path = models("qwen35")
+    layer = "model.layers.0.linear_attn."
+    tensors = checkpoint_tensors(load_model(source, torch.float32, "cpu"))
+    published = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
+    stored = {tensor.name.removeprefix("blk.0."): tensor for tensor in gguf.GGUFReader(path).tensors}
+    heads = [0, 3, 1, 4, 2, 5]  # the published one in the place of each
+    rows = np.concatenate([np.arange(16 * head, 16 * (head + 1)) for head in heads])
+    with_keys = np.concatenate((np.arange(64), 64 + rows))  # queries and keys: two heads of 16 each
+    expected = {
+        "attn_qkv.weight": published["in_proj_qkv.weight"][with_keys],
+        "attn_gate.weight": published["in_proj_z.weight"][rows],
+        "ssm_alpha.weight": published["in_proj_a.weight"][heads],
+        "ssm_beta.weight": published["in_proj_b.weight"][heads],
+        "ssm_conv1d.weight": published["conv1d.weight"][with_keys, 0],
+        "ssm_dt.bias": published["dt_bias"][heads],
+        "ssm_a": -published["A_log"][heads].exp(),
+        "ssm_norm.weight": published["norm.weight"],
+        "ssm_out.weight": published["out_proj.weight"][:, rows],
+        "attn_norm.weight": tensors["model.layers.0.input_layernorm.weight"] + 1,
+        "post_attention_norm.weight": tensors["model.layers.0.post_attention_layernorm.weight"] + 1,
+    }
+    for name, tensor in expected.items():
+        assert stored[name].tensor_type == Q.F32
+        torch.testing.assert_close(torch.tensor(stored[name].data), tensor, rtol=1e-6, atol=0)
+    feed_forward = {f"ffn_{name}.weight" for name in ("gate", "up", "down")}
+    assert {
+        name for name in stored if not name.startswith(("blk", "token", "output"))
+    } == expected.keys() | feed_forward
+
+
+def test_a_qwen35_that_llama_cpp_would_compute_otherwise_is_not_written(tmp_path):
+    source = write_model(tmp_path / "source", "qwen35", "qwen35", num_hidden_layers=2, linear_value_head_dim=8)
+    with raises(R3LiteError, "gguf-family"):
+        write_gguf(source, tmp_path / "out" / "x.gguf")
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3"])
@@ -187,6 +238,14 @@ def test_names_are_those_of_the_package():
     assert published_name("blk.0.ffn_gate_exps.weight", "llama") == "blk.0.ffn_gate_exps.weight"
 
 
+@pytest.mark.skipif(not hasattr(gguf.MODEL_ARCH, "QWEN35"), reason="an old version of the package")
+def test_names_of_qwen35_are_those_of_the_package(models):
+    templates = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN35]}
+    names = [re.sub(r"\.(weight|bias)$", "", name) for name in Header(models("qwen35")[1]).tensors]
+    written = {re.sub(r"\d+", "{bid}", name, count=1) for name in names}
+    assert written <= templates and len(written) == 22
+
+
 def test_nf4_is_quantized_from_the_numbers_of_the_file(models):
     source, path = models("llama", "q8_0")
     packed = load_model(resolve_folder(str(path)), torch.float32, "cpu", quantize=True)
@@ -219,7 +278,7 @@ def test_two_precisions_of_one_matrix_are_a_tied_model(models, tmp_path):
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize(
     ("split", "bos"),
-    [("qwen2", False), ("llama-bpe", True), ("smollm", False), ("gpt-2", False), ("gemma", True)],
+    [("qwen2", False), ("qwen35", False), ("llama-bpe", True), ("smollm", False), ("gpt-2", False), ("gemma", True)],
 )
 def test_the_tokenizer_gives_the_same_tokens(tmp_path, split, bos, first):
     source = write_model(tmp_path / "source", "llama", vocab_size=800)
@@ -237,6 +296,11 @@ def test_the_tokenizer_gives_the_same_tokens(tmp_path, split, bos, first):
     one, other = Tokenizer.load(folder), Tokenizer.load(source)
     assert (one.fingerprint, one.stop_id, one.pad_id) == (other.fingerprint, other.stop_id, other.pad_id)
     assert {p.name for p in folder.iterdir()} >= {"generation_config.json", "tokenizer_config.json"}
+
+
+def test_texts_are_split_as_in_qwen35():
+    splitting = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    assert gguf_tokenizer.QWEN35 == splitting.PRETOKENIZE_REGEX
 
 
 def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
