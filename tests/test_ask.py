@@ -98,7 +98,7 @@ def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, 
     assert prompt.index("Procedure: N. d") < prompt.index("[1] ") < prompt.index("Question: Is Ada old?")
     without = [word for word in arguments[:-2] if word not in ("--corpus", arguments[3])]
     shown = told(capsys, ["Is Ada old?", *without, "--retriever", "none"])
-    assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n\n")
+    assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n(no document was read)\n\n")
 
 
 def test_a_model_is_known_to_have_learned_the_steps_by_its_run_or_its_export(tmp_path):
@@ -224,6 +224,10 @@ def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch
     without = [*arguments[:searching], *arguments[searching + 2 :], "--retriever", "none"]
     shown = told(capsys, ["Where does Ada live?", *without]).out
     assert f"{QUERY}\n  (nothing was found)\n" in shown
+
+
+def test_an_answer_from_the_weights_alone_is_marked(arguments, capsys):
+    assert told(capsys, ["Who is Bob?", *arguments]).out.endswith("answer: a friend\n(no document was read)\n\n")
 
 
 def test_an_episode_without_an_answer_says_why(arguments, capsys):

@@ -58,6 +58,12 @@ def test_later_wins(toml):
     assert read("--lora-r=32")["lora_r"] == 32
 
 
+def test_a_file_of_another_command_alone_is_refused(toml):
+    """The config of a run of ppo was read by sft, which then planned its own defaults."""
+    with raises(UsageError, "config-of-other-command", "sft, only [ppo]"):
+        read("--config", toml("[ppo]\nlora_r = 64\n"))
+
+
 def test_values_are_read_by_their_type():
     values = read(
         "--limit", "5", "--rslora", "--lora-targets", "q_proj, v_proj", "--lora-alpha", "1e1", "--judge", "none"

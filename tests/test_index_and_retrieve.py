@@ -6,7 +6,7 @@ import re
 import pytest
 
 from r3lite import index, retrieve
-from r3lite.core.files import shipped, sole_writer
+from r3lite.core.files import shipped, sole_writer, write_jsonl
 from r3lite.datasets.qa import read_questions
 from r3lite.retrieval.lexical import Lexical
 from tests.errors import shows
@@ -211,6 +211,24 @@ def test_an_index_that_another_process_builds_is_not_built_a_second_time(tmp_pat
     assert "another process" in capsys.readouterr().err and not (tmp_path / "index").exists()
     assert index.main(arguments) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+
+
+def test_an_index_made_with_a_relative_encoder_is_searched_from_any_folder(minilm, tmp_path, monkeypatch, capsys):
+    """The encoder's path was kept as it was typed."""
+    corpus = tmp_path / "corpus.jsonl"
+    write_jsonl(corpus, [{"id": "1", "title": "Ada", "text": "Ada signed the lease."}])
+    command = ["--corpus", str(corpus), "--output", str(tmp_path / "index"), "--encoder", minilm.name]
+    monkeypatch.chdir(minilm.parent)
+    assert index.main(command) == 0
+    manifest = tmp_path / "index" / "manifest.json"
+    made_before = manifest.read_text().replace(str(minilm), minilm.name)
+    assert index.main(command) == 0
+    monkeypatch.chdir(tmp_path)
+    assert retrieve.main(["--index", str(tmp_path / "index"), "--query", "lease"]) == 0
+    assert "Ada signed the lease." in capsys.readouterr().out
+    manifest.write_text(made_before)  # an index of before this change, which is still replaced
+    monkeypatch.chdir(minilm.parent)
+    assert index.main(command) == 0
 
 
 def test_a_full_disk_is_an_error_with_a_remedy_and_what_was_encoded_stays(tmp_path, monkeypatch, capsys):

@@ -116,7 +116,11 @@ def summary(document: Document) -> str:
 
 
 def outcome(episode: Episode, faults: Mapping[str, str]) -> str:
-    """Returns the answer, or why there is none, set apart from what stands before it."""
+    """Returns the answer, or why there is none, set apart from what stands before it.
+
+    An answer without a document is marked: it comes from the model's weights alone.
+    """
     if episode.prediction:
-        return f"{'-' * COLUMNS}\nanswer: {printable(episode.prediction)}\n"
+        note = "" if episode.documents else "\n(no document was read)"
+        return f"{'-' * COLUMNS}\nanswer: {printable(episode.prediction)}{note}\n"
     return textwrap.fill(printable(f"no answer: {why_no_answer(episode, faults)}"), COLUMNS) + "\n"

@@ -70,6 +70,7 @@ class FileSettings:
 
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] = dataclasses.field(default_factory=dict)
+    other_tables: tuple[str, ...] = ()  # names of the tables of other commands
 
     @property
     def values(self) -> dict[str, Any]:
@@ -91,7 +92,8 @@ def read_toml(path: Path, command: str, allowed: Collection[str]) -> FileSetting
     for table, values in tables.items():
         names = allowed if table == command else known_names
         _check_keys(values, names, where=f"{path}", table=table)
-    return FileSettings(shared, tables.get(command, {}))
+    other_tables = tuple(table for table in tables if table != command)
+    return FileSettings(shared, tables.get(command, {}), other_tables)
 
 
 def _check_keys(values: dict[str, Any], names: Collection[str], where: str, table: str = "") -> None:
@@ -301,6 +303,13 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
         if table not in (None, command):  # another command's table holds its own settings
             allowed = defaults.keys() | all_settings()
         from_file = read_toml(Path(path), table or command, allowed)
+        if from_file.other_tables and not from_file.values:
+            names = ", ".join(f"[{name}]" for name in from_file.other_tables)
+            raise UsageError(
+                f"{path} has no settings of {command}, only {names}: pass its adapter with --adapter, or a file with "
+                f"[{table or command}]",
+                code="config-of-other-command",
+            )
     by_user = from_file.values | flags
 
     # A file may name its preset, which it then refines.

@@ -102,10 +102,11 @@ def _table_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
     for name in names:
         if name and names.count(name) > 1:
             raise R3LiteError(f"{path} has {names.count(name)} columns named {name}", TABLE, code="column-twice")
+    remedy = MEND
+    if "question" not in names:
+        remedy = f"The first line must name the columns, such as question,answer. {MEND}"
     for number, cells in enumerate(rows[1:], 1):
-        source = Source(
-            f"{path}, row {number}", f"The first line must name the columns, such as question,answer. {MEND}"
-        )
+        source = Source(f"{path}, row {number}", remedy)
         if len(cells) > len(names):
             cause = f"{source.where}: {len(cells)} cells, but {len(names)} columns"
             on_bad(InvalidRecord(cause, f"Put cells with commas in quotation marks. {MEND}", code="bad-row"))

@@ -36,12 +36,12 @@ class TurnText:
         While the turn goes on, the text of each call continues the text of the call before: incomplete characters, and
         what may be the beginning of a thought or of a stop string, are left out until `turn_is_over`.
         """
-        forced_step = transcript.forced_step
-        if forced_step is None:
+        if transcript.forced_step is None:
             text = self.thoughts.readable(transcript.tokens, transcript.turn_start)
         else:
             text = self.protocol.answer_heading + self.tokenizer.decode(transcript.turn)
-            if forced_step.analysis:
+            model_wrote_before = any(transcript.action_mask[: transcript.turn_start])  # not so in a baseline
+            if model_wrote_before:
                 text = f"\n{text}"
         stops = self.protocol.stop_strings
         stop_places = [text.index(stop) for stop in stops if stop in text]

@@ -22,7 +22,7 @@ from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
 from r3lite.retrieval.documents.folder import DocumentFolder, read_folder
-from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder
+from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder, stored_name
 from r3lite.retrieval.vectors import BLOCK, Estimate, VectorFile, build_vectors, choose, write_vectors
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -102,6 +102,8 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     manifest = index.read_manifest(folder)
     for key in ("encoder", "style"):
         existing = manifest.text(key, None)
+        if key == "encoder":
+            existing = stored_name(existing)
         requested = encoder.settings.get(key)
         if existing != requested:
             raise R3LiteError(

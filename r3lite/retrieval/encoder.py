@@ -4,6 +4,7 @@ Knows nothing of FAISS. Vectors are float32 [N, dimension], of length 1 unless t
 """
 
 import hashlib
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -142,6 +143,13 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", composed(text).lower())
 
 
+def stored_name(name: str) -> str:
+    """Returns the name of an encoder as an index keeps it: a folder's whole path, since commands start anywhere."""
+    if Path(name).is_dir():
+        return os.path.abspath(name)
+    return name
+
+
 class FolderEncoder:
     """An encoder of a folder or hub id, whose texts get the prefixes of a style."""
 
@@ -158,7 +166,7 @@ class FolderEncoder:
         """
         self.dimension = dimension
         self.settings = {
-            "encoder": self.name,
+            "encoder": stored_name(self.name),
             "style": self.style,
             "max_length": max_length,
             "dimension": dimension,

@@ -334,6 +334,7 @@ def test_a_table_gives_ids_and_leaves_out_empty_cells(tmp_path):
     [
         ("q.csv", b"question,answer\nWho, if any?,Ann\n", "bad-row", ["row 1: 3 cells, but 2 columns", "quotation"]),
         ("q.csv", b"Who?,Ann\nWhere?,Oslo\n", None, ["row 1: ", "question", "The first line must name the columns"]),
+        ("q.csv", b"question,answer\nWho?,\n", "bad-record", ["row 1: no answer"]),
         ("q.csv", b"Query,Response\nWho?,Ann\n", "bad-record", ["row 1: question is missing", "'query', 'response'"]),
         ("q.csv", b"question,reply\nWho?,Ann\n", "bad-record", ["row 1: no answer", "'question', 'reply'"]),
         ("q.csv", b"question,answer,answer\nWho?,a,b\n", "column-twice", ["2 columns named answer"]),

@@ -112,6 +112,15 @@ def test_a_forced_answer_is_told_with_its_prefix(listened):
     assert heard.steps[2:] == [(None, [], "Rome")]
 
 
+def test_a_forced_answer_stands_below_a_turn_without_an_analysis_that_was_cut_off(listened):
+    """It stood in the line of the turn, as nothing of that had been parsed."""
+    text = "Step 1: The document asks for more"
+    lengths = dataclasses.replace(LENGTHS, max_new_tokens=len(text))
+    (heard,), (sequence,), _ = listened({"a": [text, " Rome"]}, lengths=lengths)
+    assert sequence.steps[0].analysis == ""
+    assert heard.texts == [f"{text}\n{PROTOCOL.answer_heading} Rome"]
+
+
 def test_a_baselines_given_step_is_told(listened):
     (heard,), _, _ = listened({"a": [None, " Rome"]}, baseline="single-retrieval")
     assert heard.steps == [("who?", ["1"], None), (None, [], "Rome")]
