@@ -253,7 +253,7 @@ def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys,
         (["who?", "--retriever", "golden"], 2, "need the questions of a data set"),
         (["who?", "--retriever", "none", "--output", "x"], 2, "--output is x, but has no effect"),
         (["who?", "--index", "no-such-folder"], 1, "python -m r3lite.index --documents FOLDER (or --corpus"),
-        (["who", "is", "it?"], 2, "unknown argument is"),
+        (["who", "is", "it?"], 2, "unknown argument is; a value stands after its flag, and a text of several words in"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, capsys, monkeypatch):

@@ -249,10 +249,11 @@ def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
     """Returns the settings that a command line has, by name."""
     namespace, unknown = build_parser(command, default).parse_known_args(argv)
     if unknown:
-        word = unknown[0].partition("=")[0]
-        raise UsageError(
-            f"unknown argument {unknown[0]}{nearest(word, map(flag, flat(default)))}", code="unknown-argument"
-        )
+        hint = "; a value stands after its flag, and a text of several words in quotation marks"
+        if unknown[0].startswith("-"):
+            word = unknown[0].partition("=")[0]
+            hint = nearest(word, map(flag, flat(default)))
+        raise UsageError(f"unknown argument {unknown[0]}{hint}", code="unknown-argument")
     flags = vars(namespace)
     check_texts(flags)
     return flags
