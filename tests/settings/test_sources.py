@@ -34,7 +34,8 @@ def test_tables_of_a_file(tmp_path):
     ]
     own = read(tmp_path, SOURCES.replace("[[sources]]", "[[ppo.sources]]"), config=PpoConfig, command="ppo")
     assert own.mixture.sources == found
-    assert read(tmp_path, SOURCES.replace("[[sources]]", "[[ppo.sources]]")).mixture.sources is None
+    of_ppo = SOURCES.replace("[[sources]]", "[[ppo.sources]]")
+    assert read(tmp_path, f"{of_ppo}\n[sft]\nseed = 1\n").mixture.sources is None
 
 
 def test_sources_stand_in_for_data(tmp_path):
