@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.ask import AskConfig
 from r3lite.core import command
-from r3lite.core.config import flat
+from r3lite.core.config import UsageError, flat
 from r3lite.core.inherited import told
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.evaluate import EvaluateConfig
@@ -15,6 +15,7 @@ from r3lite.index import IndexConfig
 from r3lite.plan import PlanRlConfig
 from r3lite.serve import ServeConfig
 from r3lite.settings import PpoConfig, SftConfig
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -66,8 +67,8 @@ def test_what_the_user_sets_wins_even_if_it_is_the_default(desk):
     (desk / "my.toml").write_text("top_k = 5\n[ask]\nmodel = 'c/d'\n")
     values = read("ask", AskConfig(), "--adapter", "ppo", "--config", "my.toml")
     assert (values["top_k"], values["model"], values["queries_per_step"]) == (5, "c/d", 2)
-    # The file of a run names every setting.
-    assert read("evaluate", EvaluateConfig(), "--config", "ppo/config.toml", "--adapter", "sft")["top_k"] == 5
+    with raises(UsageError, "config-of-other-command", "evaluate, only [ppo]"):
+        read("evaluate", EvaluateConfig(), "--config", "ppo/config.toml", "--adapter", "sft")
 
 
 def test_a_preset_is_not_as_sure_as_the_files(desk):

@@ -70,7 +70,7 @@ class FileSettings:
 
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] = dataclasses.field(default_factory=dict)
-    other_tables: tuple[str, ...] = ()  # names of the tables of other commands
+    other_tables: tuple[str, ...] = ()  # names of the tables of other commands that have settings
 
     @property
     def values(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def read_toml(path: Path, command: str, allowed: Collection[str]) -> FileSetting
     for table, values in tables.items():
         names = allowed if table == command else known_names
         _check_keys(values, names, where=f"{path}", table=table)
-    other_tables = tuple(table for table in tables if table != command)
+    other_tables = tuple(table for table, values in tables.items() if values and table != command)
     return FileSettings(shared, tables.get(command, {}), other_tables)
 
 
