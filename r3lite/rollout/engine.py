@@ -223,9 +223,14 @@ class Engine:
             scheduler.park(sequence)
 
     def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
-        """Appends the documents of a sequence's pending queries, which completes its last step."""
+        """Appends the documents of a sequence's pending queries, which completes its last step.
+
+        If no document fits, the step is taken back, to be completed by a forced answer.
+        """
+        step_count = len(sequence.steps)
         self.layout_of(sequence).splice(sequence, documents)
-        if sequence.listener:
+        step_is_complete = len(sequence.steps) == step_count
+        if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
 
     def _prefill(self, scheduler: Scheduler) -> None:

@@ -121,6 +121,16 @@ def test_a_forced_answer_stands_below_a_turn_without_an_analysis_that_was_cut_of
     assert heard.texts == [f"{text}\n{PROTOCOL.answer_heading} Rome"]
 
 
+def test_a_step_whose_documents_do_not_fit_is_told_with_its_forced_answer_alone(listened):
+    """It was told before, too: without any step, which was an IndexError of `ask` and `serve`."""
+    searching = ask(1, "one")
+    lengths = dataclasses.replace(LENGTHS, max_length=360)  # tokens are bytes
+    (heard,), (sequence,), _ = listened({"a": [searching, " Rome"]}, lengths=lengths)
+    assert sequence.steps[0].faults == ("no_room",)
+    assert heard.steps == [(None, [], "Rome")]
+    assert heard.texts == [f"{searching}\n{PROTOCOL.answer_heading} Rome"]
+
+
 def test_a_baselines_given_step_is_told(listened):
     (heard,), _, _ = listened({"a": [None, " Rome"]}, baseline="single-retrieval")
     assert heard.steps == [("who?", ["1"], None), (None, [], "Rome")]
