@@ -75,9 +75,9 @@ def folded(text: str) -> str:
 class Question:
     """Holds a question with what its data set has about it.
 
-    `source` chooses the layout of the episode: the name of the question's data set in the config file's [[sources]] or,
-    in the server, of a layout (`answering_live.layouts_of`). (`Document.source` is another thing, a retriever; in the
-    JSON form of a search, "source" is the kind of source to search, `Search.kind`.)
+    `source` is a name that chooses the layout of the episode: in training the name of a data set in [[sources]], in the
+    server the name of a layout (`answering_live.layouts_of`). It is neither `Document.source`, a retriever's name, nor
+    the "source" in the JSON form of a search, which is `Search.kind`.
     """
 
     id: str

@@ -266,17 +266,17 @@ class Layout:
     ) -> None:
         """Appends `request` and the heading of a forced answer; if no answer fits, the episode is CUT_OFF.
 
-        `step` gets the answer; None: an empty step, for a baseline. With a `request`, which ends the model's message,
-        the answer is a message of its own; without one it continues the current message. In the transcript it is a new
-        turn in both cases (`Transcript.observe`). By default the heading is the protocol's. An open thought is ended
+        `step` gets the answer; None: an empty step, for a baseline. A `request` ends the current message and asks for
+        the answer in a new one; without it, the answer continues the current message. In both cases a new turn begins
+        behind the heading (`Transcript.observe`). By default the heading is the protocol's. An open thought is ended
         before the heading.
         """
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # Where the message with the answer begins, or its current turn: only a thought after it can be open.
-        message_start = len(tokens) if request else transcript.turn_start
-        closing_text = self._thoughts.end(tokens, message_start)
+        # A thought can only be open in the message that gets the answer: behind the request, or in the current turn.
+        thought_start = len(tokens) if request else transcript.turn_start
+        closing_text = self._thoughts.end(tokens, thought_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

@@ -190,8 +190,8 @@ class R3(Protocol):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
         # Text between `Step k:` and the first heading is an analysis without its heading: a fault even if an analysis
-        # with one follows. (Without `Step k:`, or without any heading, another fault is reported.)
-        analysis_lacks_heading = step_heading and written_headings and preamble.strip()
+        # with one follows. (Without `Step k:`, another fault is reported.)
+        analysis_lacks_heading = step_heading and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,

@@ -359,9 +359,9 @@ class Learner:
 def kl_on_policy(batch: Batch) -> tuple[float, float]:
     """Estimates the KL from the reference (k3) over the tokens that the policy sampled in this round.
 
-    Returns the mean over these tokens in nats, and its standard error. The error is over groups, which are drawn
-    independently, because few groups may have nearly all of the KL. The mean is a ratio of sums: its error is that of
-    Cochran, Sampling Techniques, section 6.4, and infinite for a single group.
+    Returns the mean over these tokens in nats, and its standard error. The error is computed from groups and not from
+    tokens: groups are drawn independently, and few of them may have nearly all of the KL. The mean is a ratio of sums:
+    its error is that of Cochran, Sampling Techniques, section 6.4, and infinite for a single group.
     """
     mask = batch.action_mask
     if batch.off_policy is not None:

@@ -82,8 +82,8 @@ def k2_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate, unbiased and never negative: exp(-d) + d - 1."""
-    d = reference - logprobs
-    return d.exp() - d - 1
+    d = logprobs - reference
+    return (-d).exp() + d - 1
 
 
 KL_ESTIMATES = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
@@ -128,8 +128,8 @@ def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
 def token_sums(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
     """Sums metrics [N] over the tokens of each metric's kind.
 
-    `off_policy` [N] tells which tokens are off-policy; None: none of them. Without it, all metrics are summed over all
-    tokens, also those named GUIDED: a micro-batch of guided rows has no other tokens.
+    `off_policy` [N] tells which tokens are off-policy. If it is None, each metric is summed over all tokens: they are
+    of one kind, on-policy or guided.
     """
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from r3lite.settings.rollout import is_greedy
 
 BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's vocabularies are multiples of it
-BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every x > 0, in float64
+BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every normal x > 0, in float64
 
 
 @dataclass(frozen=True)

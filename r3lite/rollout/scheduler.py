@@ -106,7 +106,7 @@ class Scheduler:
             self.active += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its row, which must be running, and frees the row if it has no other sequence."""
+        """Takes a sequence out of its row, and frees the row if it has no other sequence; it must then be running."""
         i = self._row_of(sequence)
         remaining = [member for member in self.rows[i] if member is not sequence]
         if remaining:

@@ -67,7 +67,7 @@ class Algorithm:
     # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Settings that only some algorithms read, and this is one of them.
+    # Those settings that this algorithm reads and not all others do.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
