@@ -231,6 +231,13 @@ def test_an_index_made_with_a_relative_encoder_is_searched_from_any_folder(minil
     assert index.main(command) == 0
 
 
+def test_a_folder_named_like_the_hashing_encoder_is_no_encoder(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "corpus.jsonl", [{"id": "1", "title": "Ada", "text": "Ada signed the lease."}])
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert index.main(["--corpus", "corpus.jsonl", "--encoder", "hashing", "--output", "hashing"]) == 0
+
+
 def test_a_full_disk_is_an_error_with_a_remedy_and_what_was_encoded_stays(tmp_path, monkeypatch, capsys):
     """FAISS raises a bare RuntimeError, which ended in a traceback; and hours of encoding were gone with it."""
     corpus = tmp_path / "corpus.jsonl"

@@ -145,7 +145,7 @@ def words(text: str) -> list[str]:
 
 def stored_name(name: str) -> str:
     """Returns the name of an encoder as an index keeps it: a folder's whole path, since commands start anywhere."""
-    if Path(name).is_dir():
+    if name != HASHING and Path(name).is_dir():
         return os.path.abspath(name)
     return name
 

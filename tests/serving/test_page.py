@@ -63,13 +63,16 @@ TAGS = {"ARTICLE", "SECTION", "DIV", "H2", "H3", "P", "OL", "UL", "LI", "SPAN", 
 TAGS |= {"BUTTON", "DETAILS", "SUMMARY"}
 
 
+FROM_MEMORY = "From memory?"
+
+
 class Found(Echo):
-    """Searches once: the question's text is analysis, query, document and answer."""
+    """Searches once, but for FROM_MEMORY: the question's text is analysis, query, document and answer."""
 
     def iterate(self):
         for job in self.jobs:
-            if not job["said"] and job["tell"] and job["ask"].mode != "chat":
-                text = job["ask"].text
+            text = job["ask"].text
+            if not job["said"] and job["tell"] and job["ask"].mode != "chat" and text != FROM_MEMORY:
                 job["tell"]({"type": "text", "text": text, "step": 1, "analysis": text, "query": text, "answer": None})
                 found = [{"number": 1, "id": text, "title": text, "text": text, "cited": True}]
                 job["tell"](
@@ -80,7 +83,7 @@ class Found(Echo):
 
     def answer(self, job):
         answer, text = super().answer(job), job["ask"].text
-        if job["ask"].mode == "chat" or job["left"]:
+        if job["ask"].mode == "chat" or job["left"] or text == FROM_MEMORY:
             return answer
         answer.sources.append({"number": 1, "id": text, "title": text, "text": text, "cited": True})
         return answer
@@ -144,6 +147,17 @@ def test_a_question_its_steps_its_documents_and_its_answer(browser, page):
     assert [a.mode for a in running.answering.asked] == ["search", "chat"]
     assert [m["content"] for m in running.answering.asked[1].earlier] == ["Who wrote it?"] * 2
     assert browser.run("performance.getEntriesByType('paint')[0].startTime") < 1000
+
+
+def test_an_answer_of_search_mode_without_a_document_says_so(browser, page):
+    page()
+    for text, mode, notes in (
+        ("Who wrote it?", "search", []),
+        (FROM_MEMORY, "search", ["The model read no document."]),
+        ("hello there", "chat", []),
+    ):
+        ask(browser, text, mode)
+        assert browser.run("[...turns.at(-1).box.querySelectorAll('.note')].map((e) => e.innerText)") == notes
 
 
 def test_stop_retry_copy_export_and_clear(browser, page):
