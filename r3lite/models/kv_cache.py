@@ -6,6 +6,7 @@ slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefil
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
-class CachePass:
+class CachePass(ABC):
     """A pass over rows of a cache, and what layers without attention need: a convolution's ring, a delta rule's states.
 
     Where the pass's tokens stand in these is computed when the first such layer asks.
@@ -34,13 +35,13 @@ class CachePass:
         self.ring_slots: dict[int, RingSlots | PrefillSlots] = {}  # by the taps of a convolution
         self.delta_pass: DeltaPass | None = None
 
+    @abstractmethod
     def slots_in(self, ring: Ring) -> RingSlots | PrefillSlots:
         """Returns the slots of the pass's tokens in a ring."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row_tokens(self) -> Sequence[RowTokens]:
         """Returns the tokens of each row."""
-        raise NotImplementedError
 
     def convolve(
         self,

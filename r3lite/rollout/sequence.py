@@ -14,7 +14,8 @@ class Listener:
     """Callbacks for one episode. The engine's thread calls them, and an error that they raise ends the run.
 
     `text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `step` gets the sequence
-    whenever a step is complete: when the documents of its queries have come, or at the end of a turn without queries.
+    whenever a step is complete: when the documents of its queries have been added, or at the end of a turn without
+    queries. A step whose documents do not fit is completed by a forced answer.
     """
 
     text: Callable[[str], None]
