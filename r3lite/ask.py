@@ -76,8 +76,9 @@ def lines(as_json: bool) -> Iterator[str]:
 
 def plan(config: AskConfig) -> str:
     """Returns the memory that an episode takes, for `--dry-run`."""
-    from r3lite.assembly.answering import plan_memory
+    from r3lite.assembly.answering import check_retriever, plan_memory
 
+    check_retriever(config)
     memory = plan_memory(config, 1)
     return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{memory.table()}"
 

@@ -11,7 +11,7 @@ from r3lite.core import command
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import sole_writer
 from r3lite.core.invocation import flags_by_user
-from r3lite.datasets.collected import Tally, check_output, questions_of, read_earlier
+from r3lite.datasets.collected import Tally, check_earlier, check_output, questions_of, read_earlier
 from r3lite.settings import CollectConfig
 from r3lite.settings.rollout import is_greedy
 
@@ -34,6 +34,9 @@ def plan(config: CollectConfig) -> str:
     """Returns the memory that a model on this device takes, for `--dry-run`."""
     length = config.lengths.max_length
     if config.cache.teacher_logprobs is None:
+        check(config)
+        if config.common.output:
+            check_earlier(Path(config.common.output), config.collect.source, config)
         if config.collect.source != "self":
             return ""
         from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory

@@ -21,12 +21,17 @@ def evaluate(config: EvaluateConfig) -> None:
             "--data is missing: pass a question file in any supported format, or name,subset,split", code="data-missing"
         )
     check_baseline(config)
-    output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
+    output = output_of(config)
     with sole_writer(output):
         check_output(config, output)
         from r3lite.assembly import evaluating  # after what is wrong was reported: torch takes seconds to load
 
         evaluating.answer_and_score(config, output)
+
+
+def output_of(config: EvaluateConfig) -> Path:
+    """Returns the folder of the evaluation."""
+    return Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
 
 
 def check_baseline(config: EvaluateConfig) -> None:
@@ -51,11 +56,17 @@ def check_baseline(config: EvaluateConfig) -> None:
 def plan(config: EvaluateConfig) -> str:
     """Returns the memory that the model and the judge take, for `--dry-run`."""
     from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
+    from r3lite.assembly.evaluating import read_setup
+    from r3lite.evaluation.folder import check_output
 
     if config.evaluate.compare:
         return ""
     check_baseline(config)
-    memory = plan_memory(config, config.data.limit or QUESTIONS_OF_DRY_RUN, config.judge)
+    check_output(config, output_of(config))
+    count = config.data.limit or QUESTIONS_OF_DRY_RUN
+    if config.data.data and Path(config.data.data).exists():
+        count = len(read_setup(config).questions)
+    memory = plan_memory(config, count, config.judge)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 

@@ -35,8 +35,7 @@ class ExportConfig(CommandConfig):
 def export(config: ExportConfig) -> None:
     """Writes the export to --output, unless it is there, and with --push uploads it."""
     settings = config.export
-    if config.common.output is None:
-        raise UsageError("--output is missing: pass a new folder", code="output-missing")
+    check_output(config)
     if FILES[settings.form]:
         with extra("gguf", "a GGUF file"):  # before the merge
             import gguf  # noqa: F401
@@ -47,20 +46,41 @@ def export(config: ExportConfig) -> None:
         scores = read_record(Path(settings.evaluation) / "scores.json", "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
+        check_output(config)
         already_exported = is_export(output)
-        occupied = bool(names_in(output)) if output.is_dir() else output.exists()
-        if already_exported or not occupied:
+        if already_exported or not is_occupied(output):
             sweep(output)  # of a kill
         if settings.push and already_exported:
             print(f"{output} was already exported, and is not changed")
-        elif occupied:
-            raise R3LiteError(f"--output {output} already exists", "Pass a new folder.", code="output-exists")
         else:
             from r3lite.assembly import exporter
 
             exporter.write(settings, config, scores, output)
         if settings.push:
             upload(settings, output)
+
+
+def check_output(config: ExportConfig) -> None:
+    """Raises an error if no folder is named to write to, or one that holds anything but an export to upload."""
+    if config.common.output is None:
+        raise UsageError("--output is missing: pass a new folder", code="output-missing")
+    output = Path(config.common.output)
+    is_uploaded = config.export.push and is_export(output)
+    if is_occupied(output) and not is_uploaded:
+        raise R3LiteError(f"--output {output} already exists", "Pass a new folder.", code="output-exists")
+
+
+def is_occupied(output: Path) -> bool:
+    """Returns whether a path is that of a file, or of a folder that is not empty."""
+    if output.is_dir():
+        return bool(names_in(output))
+    return output.exists()
+
+
+def plan(config: ExportConfig) -> str:
+    """Returns nothing, for `--dry-run`, which refuses an output that the export would refuse."""
+    check_output(config)
+    return ""
 
 
 def upload(settings: ExportSettings, output: Path) -> None:
@@ -72,7 +92,7 @@ def upload(settings: ExportSettings, output: Path) -> None:
         print("nothing was uploaded: check the folder, then run the same command with --yes")
 
 
-main = command.Command("export", ExportConfig(), work=export)
+main = command.Command("export", ExportConfig(), work=export, plan=plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

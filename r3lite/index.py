@@ -56,12 +56,15 @@ def work(config: IndexConfig) -> None:
 
 def plan(config: IndexConfig) -> str:
     """Returns what the index would take, for a dry run, which does not load the encoder."""
+    from r3lite.retrieval import building
     from r3lite.retrieval.corpus import count_lines
     from r3lite.retrieval.documents.folder import read_folder
     from r3lite.retrieval.encoder import local_dimension
     from r3lite.retrieval.vectors import choose
 
     settings = config.index
+    if config.common.output and not (settings.edits or collection_server(config.common.output)):
+        building.check_folder(Path(config.common.output).resolve())
     if settings.documents:
         count = len(read_folder(settings.documents, config.chunking).documents)
     elif settings.corpus:

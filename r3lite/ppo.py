@@ -20,12 +20,17 @@ def train(config: PpoConfig) -> None:
 def plan(config: PpoConfig) -> str:
     """Returns the plan of memory and time, the number of questions and rounds, and the validations of a run, for
     `--dry-run`."""
-    from r3lite.assembly.reinforcement import check
+    from r3lite.assembly.reinforcement import check, check_questions, retrieval_setup
     from r3lite.assembly.rl_setup import plan_memory
     from r3lite.datasets.summary import summary_of_rl
+    from r3lite.training.run_folder import check_folder
 
     check(config)
+    check_folder("ppo", config)
     data = summary_of_rl(config)
+    if data.questions:
+        check_questions(config, data.questions)
+        retrieval_setup(config, data.questions).check()
     memory = plan_memory(config, questions=data.count)
     text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}\n\n{data.text}"
     validation = config.validation

@@ -27,8 +27,7 @@ class PrepareConfig(CommandConfig):
 
 def prepare(config: PrepareConfig) -> None:
     """Writes the splits to the output folder, unless it was prepared before."""
-    name = Path(config.data.data).stem.split(",")[0]
-    output = Path(config.common.output or PROCESSED / name)
+    output = output_of(config)
     check_writable(output)
     with sole_writer(output):
         if MANIFEST in check_output(output, "prepare", config):
@@ -36,6 +35,22 @@ def prepare(config: PrepareConfig) -> None:
         else:
             write_splits(config, output)
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
+
+
+def output_of(config: PrepareConfig) -> Path:
+    """Returns the folder of the splits, by default one with the name of the data."""
+    name = Path(config.data.data).stem.split(",")[0]
+    return Path(config.common.output or PROCESSED / name)
+
+
+def plan(config: PrepareConfig) -> str:
+    """Returns whether there is anything to do, for `--dry-run`."""
+    if not config.data.data:
+        return ""
+    output = output_of(config)
+    if MANIFEST in check_output(output, "prepare", config):
+        return f"{output} is prepared already"
+    return f"to be written to {output}"
 
 
 def write_splits(config: PrepareConfig, output: Path) -> None:
@@ -56,7 +71,7 @@ def write_splits(config: PrepareConfig, output: Path) -> None:
     print(f"{output}: {files}")
 
 
-main = command.Command("prepare", PrepareConfig(), work=prepare)
+main = command.Command("prepare", PrepareConfig(), work=prepare, plan=plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

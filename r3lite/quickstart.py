@@ -23,7 +23,14 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages)
+def plan(config: QuickstartConfig) -> str:
+    """Returns what happens and how long it takes, for `--dry-run`."""
+    from r3lite.assembly import stages
+
+    return f"\n{stages.introduction(config, stages.output_of(config))}"
+
+
+main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages, plan=plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -48,16 +48,38 @@ def retrieve(config: RetrieveConfig) -> None:
         )
 
 
+def check(config: RetrieveConfig) -> None:
+    """Raises UsageError for a retriever that cannot answer the queries of --serve or --query."""
+    retriever = config.retrieval.retriever
+    needs_questions = config.retrieval.context == "question" or retriever == "golden"
+    if config.retrieve.serve and (needs_questions or retriever == "none"):
+        raise UsageError(
+            "--serve does not work with --context question, nor with --retriever golden or none",
+            code="serve-without-index",
+        )
+    if config.retrieve.query and needs_questions:
+        raise UsageError(
+            "--query does not work with --context question or --retriever golden", code="query-without-index"
+        )
+
+
+def plan(config: RetrieveConfig) -> str:
+    """Returns nothing, for `--dry-run`, which refuses what the command would refuse before it reads anything."""
+    from r3lite.retrieval import recall
+
+    check(config)
+    measures = not (config.retrieve.serve or config.retrieve.query)
+    if measures and config.common.output:
+        recall.check_free(Path(config.common.output), config.retrieve.gap_report)
+    return ""
+
+
 def answer_queries(config: RetrieveConfig) -> None:
     """Serves the retriever until it is interrupted. What is wrong with the address shows before anything is loaded."""
     from r3lite.core.listening import listen, token_of
     from r3lite.retrieval.server import serve
 
-    if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError(
-            "--serve does not work with --context question, nor with --retriever golden or none",
-            code="serve-without-index",
-        )
+    check(config)
     token = token_of(config.retrieve.host)
     with listen(config.retrieve.host, config.retrieve.port) as listening:
         serve(read_setup(config, config.retrieval.top_k), listening, token)
@@ -80,10 +102,7 @@ def show_query(config: RetrieveConfig) -> None:
     """Prints the passages of --query, best first."""
     from r3lite.retrieval.retriever import build_retriever
 
-    if config.retrieval.context == "question" or config.retrieval.retriever == "golden":
-        raise UsageError(
-            "--query does not work with --context question or --retriever golden", code="query-without-index"
-        )
+    check(config)
     setup = read_setup(config, config.retrieval.top_k)
     query = config.retrieve.query
     question = Question("query", query, answers=())
@@ -123,7 +142,7 @@ def measure_recall(config: RetrieveConfig) -> None:
         recall.write_gaps(setup.documents, questions, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.Command("retrieve", RetrieveConfig(), work=retrieve)
+main = command.Command("retrieve", RetrieveConfig(), work=retrieve, plan=plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -69,8 +69,12 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
 
 def plan(config: ServeConfig) -> str:
     """Returns the memory that the model takes, for `--dry-run`."""
+    from r3lite.assembly.answering import check_retriever
     from r3lite.assembly.answering_live import plan_lanes
 
+    check_extra()
+    token_of(config.server.host)
+    check_retriever(config)
     memory = plan_lanes(config)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 

@@ -23,7 +23,9 @@ def plan(config: SftConfig) -> str:
     from r3lite.datasets.summary import summary_of_sft
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
+    from r3lite.training.run_folder import check_folder
 
+    check_folder("sft", config)
     data = summary_of_sft(config)
     workload = sft_workload(config, steps=config.steps(data.count))
     memory = make_plan(workload, config.memory)

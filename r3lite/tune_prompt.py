@@ -22,10 +22,21 @@ def tune(config: TunePromptConfig) -> None:
             "--judge is missing: pass the critic: gemini, openai, or local for a model on this device",
             code="critic-missing",
         )
-    output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
+    output = output_of(config)
     with sole_writer(output):
-        check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
+        check_folder(config, output)
         improve(config, output)
+
+
+def output_of(config: TunePromptConfig) -> Path:
+    """Returns the folder of the run."""
+    return Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
+
+
+def check_folder(config: TunePromptConfig, output: Path) -> None:
+    """Raises R3LiteError if a folder holds anything but an earlier start of this run, which may go on with more
+    rounds."""
+    check_output(output, "tune_prompt", config, free={"rounds"})
 
 
 def improve(config: TunePromptConfig, output: Path) -> None:
@@ -78,6 +89,7 @@ def plan(config: TunePromptConfig) -> str:
     """Returns the most that a run does and holds, for --dry-run."""
     from r3lite.assembly.answering import plan_memory
 
+    check_folder(config, output_of(config))
     tuning = config.tuning
     prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
     count = all_episodes(tuning, config.data.limit or tuning.sampled_questions, tuning.eval_questions)

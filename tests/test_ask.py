@@ -267,7 +267,8 @@ def test_a_format_without_search_needs_no_index():
 
 
 def test_a_dry_run_tells_the_memory(capsys):
-    assert "Memory, for an episode of 1536 tokens" in told(capsys, ["--preset", "tiny", "--dry-run"]).out
+    out = told(capsys, ["--preset", "tiny", "--retriever", "none", "--dry-run"]).out
+    assert "Memory, for an episode of 1536 tokens" in out
 
 
 @pytest.mark.parametrize("text", ["word " * 60, "x" * 300, "\u6771" * 300, "\x1b[2J\x9b\n" * 40])

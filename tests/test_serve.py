@@ -390,5 +390,5 @@ def test_a_port_in_use_is_named(capsys):
 
 
 def test_a_dry_run_tells_the_memory(capsys):
-    assert serve.main(["--preset", "tiny", "--dry-run"]) == 0
+    assert serve.main(["--preset", "tiny", "--retriever", "none", "--dry-run"]) == 0
     assert "Memory, for episodes of 1536 tokens" in capsys.readouterr().out

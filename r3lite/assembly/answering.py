@@ -84,6 +84,14 @@ def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | N
 def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retrieve, Finder | None]:
     """Returns the retriever of the settings, which must do without questions of a data set, and the finder of
     procedures, if there are any."""
+    setup = check_retriever(config, gives_up)
+    retrieve = build_retriever(setup)
+    return retrieve, open_finder(config.procedures, lambda: setup.encoder)
+
+
+def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
+    """Returns what the retriever of the settings is built from; raises UsageError if it needs a data set, or an
+    index."""
     settings = config.retrieval
     protocol = build_protocol(config.protocol)
     if not protocol.can_search:
@@ -97,8 +105,8 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
             "--index is missing: pass an index folder, or --corpus FILE, or --retriever none", code="index-missing"
         )
     setup = Setup(settings, questions=[], seed=config.common.seed, gives_up=gives_up)
-    retrieve = build_retriever(setup)
-    return retrieve, open_finder(config.procedures, lambda: setup.encoder)
+    setup.check()
+    return setup
 
 
 def answers_in_steps(config: AskConfig | ServeConfig) -> bool:

@@ -14,6 +14,8 @@ from r3lite.evaluation.folder import CONFIG, PREDICTIONS, SCORES
 from r3lite.evaluation.scores import Marks, summary
 from r3lite.evaluation.tables import scores_table
 from r3lite.evaluation.text_overlap import bert_score
+from r3lite.protocols.layout import OPENINGS
+from r3lite.protocols.registry import build_protocol
 from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.procedures import open_finder
 from r3lite.retrieval.retriever import build_retriever
@@ -26,7 +28,8 @@ from r3lite.settings import EvaluateConfig
 
 def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     """Writes predictions.jsonl and then scores.json, and prints the scores."""
-    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    setup = read_setup(config)
+    questions = setup.questions
     # Before the long part, so that a missing key shows at once.
     judge = build_judge(
         config.judge,
@@ -42,12 +45,6 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         questions=len(questions),
         baseline=config.evaluate.baseline,
         judge=config.judge,
-    )
-    setup = Setup(
-        config.retrieval,
-        questions=questions,
-        seed=config.common.seed,
-        skip_bad_rows=config.data.skip_bad_rows,
     )
     retrieve = build_retriever(setup)
     finder = open_finder(config.procedures, lambda: setup.encoder)
@@ -79,6 +76,22 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     write_json(output / SCORES, record)
     print(scores_table(record, remedy_of_format(config.model)))
     print(f"written to {output / SCORES}; answers: {output / PREDICTIONS}")
+
+
+def read_setup(config: EvaluateConfig) -> Setup:
+    """Returns what the retriever is built from, with the questions.
+
+    Raises R3LiteError if there is nothing to search.
+    """
+    setup = Setup(
+        config.retrieval,
+        questions=read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows),
+        seed=config.common.seed,
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
+    if build_protocol(config.protocol, OPENINGS[config.evaluate.baseline]).can_search:
+        setup.check()
+    return setup
 
 
 def write_predictions(output: Path, episodes: list[Episode], marks: list[Marks]) -> None:

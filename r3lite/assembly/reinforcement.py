@@ -216,12 +216,17 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
 
 
 def read_questions(config: PpoConfig) -> list[Question]:
-    """Returns the questions of a run.
-
-    Raises R3LiteError if the settings need questions of another kind. Warns if the adapter was trained on most of them
-    in SFT, or if `collect` rejected most of them.
-    """
+    """Returns the questions of a run, which are those that `check_questions` lets pass."""
     questions = read_questions_of(config.data, config.mixture)
+    check_questions(config, questions)
+    return questions
+
+
+def check_questions(config: PpoConfig, questions: list[Question]) -> None:
+    """Raises R3LiteError if the settings need questions of another kind.
+
+    Warns if the adapter was trained on most of them in SFT, or if `collect` rejected most of them.
+    """
     rl_questions.warn_of_questions(config, questions)
     if config.rl.expand_limit and not any(question.gold for question in questions):
         cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
@@ -229,7 +234,6 @@ def read_questions(config: PpoConfig) -> list[Question]:
             cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
         )
     answer_round.check_questions(config, questions)
-    return questions
 
 
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:

@@ -129,6 +129,7 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     file only: `<output>.config.toml` has the settings of the first run.
     """
 
+    check_earlier(output, source, config)
     if source == "documents":
         source = "gold"
 
@@ -139,22 +140,31 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         return record.keys() == REJECTIONS[source] and isinstance(record.get("reasons", {}), dict)
 
     if source == "gold":
-        if output.exists() and output.stat().st_size:
-            raise R3LiteError(
-                f"--output {output} exists and is not empty", "Pass a new file, or delete it.", code="output-not-empty"
-            )
         recover_jsonl(rejections_of(output), is_rejected, "collect --source gold", confirmed=False)
         return Earlier([], [])
-    settings = config_of(output)
     rejections = rejections_of(output)
-    is_continued = settings.exists() and (_has_content(output) or _has_content(rejections))
-    if is_continued:
-        refuse_another_run(settings, "collect", config, output=output, free=MORE)
+    is_continued = _is_continued(output)
     command = f"collect --source {source}"
     return Earlier(
         recover_jsonl(output, is_kept, command, confirmed=is_continued),
         recover_jsonl(rejections, is_rejected, command, confirmed=is_continued),
     )
+
+
+def check_earlier(output: Path, source: str, config: Any) -> None:
+    """Raises R3LiteError for a file of an earlier run that this one may not go on writing, by its size or settings."""
+    if source in ("gold", "documents"):
+        if _has_content(output):
+            raise R3LiteError(
+                f"--output {output} exists and is not empty", "Pass a new file, or delete it.", code="output-not-empty"
+            )
+    elif _is_continued(output):
+        refuse_another_run(config_of(output), "collect", config, output=output, free=MORE)
+
+
+def _is_continued(output: Path) -> bool:
+    """Returns whether an earlier run has begun to write a file that a later one may go on with."""
+    return config_of(output).exists() and (_has_content(output) or _has_content(rejections_of(output)))
 
 
 def _has_content(path: Path) -> bool:

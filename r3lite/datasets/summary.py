@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from r3lite.core.episode import Question
 from r3lite.datasets.sources import entries_of, has_steps, read_data, read_questions_of
 from r3lite.settings import DataSettings, PpoConfig, ProtocolSettings, SftConfig, SourceSettings
 
@@ -15,6 +16,7 @@ class Summary:
 
     count: int | None = None  # None: no data are named, or a file of them is not here
     text: str = ""
+    questions: list[Question] = field(default_factory=list)  # of RL, those that are counted
 
 
 def summary_of_sft(config: SftConfig) -> Summary:
@@ -42,7 +44,7 @@ def summary_of_rl(config: PpoConfig) -> Summary:
     count = len(questions)
     text = table(config.mixture, config.protocol, Counter(question.source for question in questions))
     text += f"{count} questions; {config.rounds(count)} rounds of {config.rl.batch_size}"
-    return Summary(count, text)
+    return Summary(count, text, questions)
 
 
 def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:

@@ -53,6 +53,14 @@ def check_output(folder: str | Path) -> Path:
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
             move(_old(folder), folder)  # a kill came before the new index was in its place
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Raises R3LiteError if a folder holds something else than an index, or cannot be replaced by one."""
+    remedy = "Pass a new or empty folder as --output."
+    with explained(OSError, f"the index {folder} cannot be written", remedy, code="index-unwritable"):
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(
@@ -65,7 +73,6 @@ def check_output(folder: str | Path) -> Path:
     if names:
         with explained(R3LiteError, f"{folder} already exists", remedy, code="output-exists"):
             index.read_manifest(folder)
-    return folder
 
 
 def _old(folder: Path) -> Path:

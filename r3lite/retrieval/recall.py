@@ -21,15 +21,20 @@ CUTS = (2, 5, 10)
 
 def check_output(output: Path, gap_report: str | None) -> None:
     """Raises R3LiteError, before anything is read, if an output already exists or cannot be written."""
+    check_free(output, gap_report)
+    if gap_report:
+        check_writable(Path(gap_report).absolute().parent)
+
+
+def check_free(output: Path, gap_report: str | None) -> None:
+    """Raises R3LiteError if an output already exists."""
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Pass a folder.", code="output-is-file")
     for name in ("recall.json", "manifest.json"):  # an earlier measurement; an index
         if (output / name).exists():
             raise R3LiteError(f"--output {output} already has a {name}", "Pass a new folder.", code="output-exists")
-    if gap_report:
-        if Path(gap_report).exists():
-            raise R3LiteError(f"--gap-report {gap_report} already exists", "Pass a new file.", code="gap-report-exists")
-        check_writable(Path(gap_report).absolute().parent)
+    if gap_report and Path(gap_report).exists():
+        raise R3LiteError(f"--gap-report {gap_report} already exists", "Pass a new file.", code="gap-report-exists")
 
 
 def measure(setup: Setup, questions: list[Question], cuts: list[int], output: Path) -> None:

@@ -70,13 +70,18 @@ class Setup:
         findable = (replace(question, documents=self._findable(question)) for question in self.questions)
         documents = corpus.from_questions(findable)
         if not documents:
-            remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
-            raise R3LiteError(
-                "there is nothing to search: the questions in --data have no paragraphs",
-                remedy,
-                code="nothing-to-search",
-            )
+            raise nothing_to_search()
         return self._fitting(documents)
+
+    def check(self) -> None:
+        """Raises R3LiteError if there is nothing to search, before anything is read, built or loaded for it."""
+        settings = self.settings
+        if settings.index and Path(settings.index).exists():
+            index.read_manifest(Path(settings.index))
+        if settings.retriever in ("golden", "none") or not settings.from_questions:
+            return
+        if not any(question.documents for question in self.questions):
+            raise nothing_to_search()
 
     @cached_property
     def index(self) -> index.PassageIndex:
@@ -186,6 +191,13 @@ class Setup:
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:
         return {(document.title, document.text): place for place, document in enumerate(self.documents)}
+
+
+def nothing_to_search() -> R3LiteError:
+    """Returns the error of questions whose paragraphs are to be searched and that have none."""
+    remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
+    cause = "there is nothing to search: the questions in --data have no paragraphs"
+    return R3LiteError(cause, remedy, code="nothing-to-search")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Common(Section):
     seed: Basic[Annotated[int, Bounds(low=0, high=2**63 - 1)]] = 0
     """random seed"""
     dry_run: Basic[Free[bool]] = False
-    """check input files, print settings and plan"""
+    """check settings, inputs and output, print the plan"""
 
 
 class CommandConfig(Frozen):

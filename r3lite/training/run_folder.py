@@ -29,6 +29,7 @@ from r3lite.core.files import (
 )
 from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG
 from r3lite.core.invocation import to_toml, with_values
+from r3lite.core.processes import world
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models.weights import resolve_folder
 from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings
@@ -280,6 +281,17 @@ class RunFolder:
         }
         with self._writing("the summary"):
             write_json(self.output / "summary.json", summary)
+
+
+def check_folder(command: str, config: RunConfig) -> None:
+    """Raises R3LiteError if a run may not use the folder that it names, for a dry run: nothing stays written.
+
+    Of several processes the first one alone looks.
+    """
+    if world().rank or not (config.common.output or config.schedule.resume):
+        return
+    with RunFolder(command, config, default=""):
+        pass
 
 
 def _means(records: list[dict]) -> dict[str, float]:
