@@ -36,8 +36,8 @@ from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
 from r3lite.training.earlier_run import settings_of
 
-PLAIN = "plain"  # the layout of a chat without steps
-RAG = "rag"  # the layout of one search and a short answer, in a chat without steps
+PLAIN = "plain"  # the layout of a chat, with an adapter that has not learned steps
+RAG = "rag"  # the layout of one search and a short answer, with an adapter that has not learned steps
 BASE = "base"  # the name of the bare base among the adapters
 EXAMPLES = 3  # questions that the page offers
 ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else is said
@@ -144,6 +144,7 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
             opening=plain,
         ),
     }
+    # In chat the answer is forced at once. In a mode that does not retrieve, it is forced at the first query.
     for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
         max_hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
         layouts[mode] = Layout(
@@ -305,8 +306,11 @@ class LiveAnswers:
 
     @property
     def learned_modes(self) -> list[str]:
-        """The modes that `auto` chooses from: all but reasoning if its adapter has learned to search and cannot do so
-        there, where it would guess."""
+        """The modes that `auto` chooses from.
+
+        Reasoning is left out if the server can search, but not in this mode: its adapter has learned to search, and
+        would guess.
+        """
         if not self._reasons_as_learned():
             return [mode for mode in self.modes if mode != "reasoning"]
         return list(self.modes)
@@ -344,10 +348,12 @@ class LiveAnswers:
         has_learned_steps = ask.adapter in self.in_steps
         if ask.mode == "search" and not has_learned_steps:
             return RAG
-        is_plain = not has_learned_steps
-        if ask.mode == "chat" and self.config.modes.chat_style != "auto":
-            is_plain = self.config.modes.chat_style == "plain"
-        return PLAIN if is_plain else ask.mode
+        style = "auto"
+        if ask.mode == "chat":
+            style = self.config.modes.chat_style
+        if style == "plain" or (style == "auto" and not has_learned_steps):
+            return PLAIN
+        return ask.mode
 
     def _sampler(self, ask: Ask) -> Sampler:
         """Returns the sampler of the settings, with what the ask sets itself."""

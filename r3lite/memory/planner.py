@@ -262,8 +262,8 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading.
 
-    It is when the embedding is copied from the mapped file, of which a CPU holds both, or when the last linear layer is
-    read and all weights are there.
+    It is at one of two moments: when the embedding is copied from the mapped file (on a CPU the file's pages and the
+    copy are both in memory), or when the last linear layer is read, and all other weights are there.
     """
     largest_linear = max(
         out * into for taps in layers_by_taps(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
@@ -284,16 +284,15 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
     """Returns the bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
-    # See nf4.dequantize. Two weights have one byte of codes, which becomes an index in int32.
-    index = 2  # bytes for each weight
+    # See nf4.dequantize. The temporaries are indices and code points, which are in fp16 on a card, else in fp32. With
+    # several tiles, the code points of the tile before count, too.
+    index = 4 // 2  # bytes of a weight: an index in int32 for each byte of codes, which holds two weights
     if w.on_cuda:
-        temporary = weights * (index + 2)  # the indices, and code points in fp16
+        temporary = weights * (index + 2)
     elif weights > nf4.TILE:
-        temporary = nf4.TILE * (
-            index + 2 * FP32
-        )  # the indices, and code points in fp32 of this tile and of the last one
+        temporary = nf4.TILE * (index + 2 * FP32)
     else:
-        temporary = weights * (index + FP32)  # the indices, and code points in fp32
+        temporary = weights * (index + FP32)
     absmax = weights // nf4.BLOCK * 2 * FP32  # in fp32 twice: of each matrix, and of all joined
     return weights * w.element + absmax + temporary
 
@@ -346,11 +345,13 @@ class _Pass(NamedTuple):
 def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     """Returns the sizes of a pass of at most `row_limit` rows.
 
-    It is filled up to `micro_batch_tokens`; one row may have more, and in full tuning the rows of a step. What all rows
-    begin with is run once.
+    It is filled up to `micro_batch_tokens`. It has more if one row, or in full tuning a step, has more: that cannot be
+    divided.
     """
     unshared = w.row_tokens - w.shared  # tokens of a row
-    tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
+    token_limit = max(memory.micro_batch_tokens, w.pass_tokens)
+    tokens_of_all_rows = w.shared + row_limit * unshared  # what all rows begin with is run once
+    tokens = min(token_limit, tokens_of_all_rows)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
     loss_tokens = tokens
     if w.episodes:  # all that they share is the prompt, on which no loss falls
@@ -503,7 +504,7 @@ class _Backward(NamedTuple):
     accumulated: int  # bytes of gradients of earlier passes
 
     def inputs(self, layers: int) -> Parts:
-        """Returns what is held when the inputs of this many recomputed layers are there."""
+        """Returns what is held when the inputs of this many recomputed layers are there, and one more hidden state."""
         return {"layer inputs": (layers + 1) * self.layer_input + self.rotary + self.masks}
 
 
@@ -605,7 +606,9 @@ def _live_bytes_of_recomputed(
     inner = m.intermediate_size
     mixer = mixer_sizes(w, taps)
     tile = min(b.tokens, memory.mlp_tile)
-    outputs = (layer_tensors(m, taps).norms - 2) // 2 * hidden  # that the norm of an output keeps
+    # Each half of a layer may also have a norm of its output (Gemma), which keeps this output.
+    output_norms = layer_tensors(m, taps).norms - 2
+    outputs = output_norms // 2 * hidden
     tile_inner = tile * inner * e
     inside = max(
         5 * tile_inner,
@@ -619,4 +622,5 @@ def _live_bytes_of_recomputed(
         first_half += b.repeated + b.joined
     else:
         first_half = max(first_half, b.tokens * 3 * hidden * e + rule_backward(w, b.tokens))
-    return max(second_half, first_half) + b.tokens * (mixer.scales + 8 * w.lora_r)
+    low_rank = 8 * w.lora_r  # bytes of the products with the A of adapters; an estimate, as they are small
+    return max(second_half, first_half) + b.tokens * (mixer.scales + low_rank)

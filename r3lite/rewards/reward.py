@@ -52,10 +52,11 @@ class EpisodeReward:
 
     @property
     def signal(self) -> float:
-        """Returns the number by which a group has variance or not: the answer's reward, or the total without one.
+        """Returns the number that is compared within a group to see if it has variance.
 
-        Refills, expansions and frac_reward_zero_std use it; advantages come from the total. By the total, a group of
-        wrong answers that differ in recall only would count as something to learn from.
+        It is `answer_reward`, or the total if the run has no reward for answers. It decides which groups are refilled
+        or expanded, and is in frac_reward_zero_std; advantages always come from the total. By the total, a group of
+        wrong answers that differ only in recall would have variance, and would not be replaced by a better one.
         """
         if self.answer_reward is None:
             return self.total

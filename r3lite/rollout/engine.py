@@ -27,7 +27,7 @@ from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import accept_drafts, draft_limits, drafter_of
+from r3lite.rollout.drafts import append_sampled, draft_limits, drafter_of
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.prefixes import prefills
 from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch
@@ -203,6 +203,7 @@ class Engine:
         if sequence.pending and not sequence.may_search:
             sequence.pending = ()
             sequence.finish = SEARCHING
+        # If it is not, it still gets its documents, or a forced answer in the next turn.
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
@@ -250,18 +251,8 @@ class Engine:
         rows = scheduler.running_rows
         if not rows:
             return []
-        drafts: list[list[int]] = []
-        # Sequences count, not rows, also if they share rows: the memory plan counts the logits of drafts for so many.
-        if decoder.drafter and len(scheduler.running) <= DRAFTING_ROWS:
-            limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
-            drafts = decoder.drafter.propose([row[0] for row in rows], limits)
-        hidden = None
-        if any(drafts):
-            hidden = decoder.run_drafts([[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
-        if hidden is None:  # there are no drafts, or numbers of the pass are not finite
-            drafts = [[]] * len(rows)
-            hidden = decoder([row[0].tokens[-1] for row in rows])
-        agreement = accept_drafts(
+        drafts, hidden = self._run(rows, decoder)
+        agreement = append_sampled(
             rows,
             drafts,
             sample=partial(self._sampled_tokens, hidden, self._logits(hidden)),
@@ -271,11 +262,31 @@ class Engine:
         if any(drafts):
             decoder.drafter.count(agreement)
         sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
-        scheduler.split()
+        scheduler.split()  # sequences that share a row may have sampled different tokens, and drafts were rejected
         return sampled_sequences
 
+    def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
+        """Runs the last token of each row and the draft behind it; returns the drafts and the hidden states [N, C].
+
+        All drafts are empty if the decoder has no drafter, if none pays, or if a number of their pass is not finite.
+        """
+        firsts = [row[0] for row in rows]
+        drafts: list[list[int]] = []
+        # The limit is one of sequences. Those that share a row share its draft, but each needs its own logits, and the
+        # memory plan has them for so many sequences.
+        if decoder.drafter and sum(map(len, rows)) <= DRAFTING_ROWS:
+            limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
+            drafts = decoder.drafter.propose(firsts, limits)
+        if any(drafts):
+            hidden = decoder.run_drafts(
+                [[first.tokens[-1], *draft] for first, draft in zip(firsts, drafts, strict=True)]
+            )
+            if hidden is not None:  # else a number is not finite, perhaps because of a draft
+                return drafts, hidden
+        return [[]] * len(rows), decoder([first.tokens[-1] for first in firsts])
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
+        """Returns the logits [N, V] of the tokens that may be sampled after hidden states [N, C]."""
         logits = linear(hidden, self.model.head_weight)
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
@@ -291,7 +302,7 @@ class Engine:
             indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)
             hidden = hidden[indices]
             logits = logits[indices]
-        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # [B] each
+        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # one for each entry of the batch
         numbers = [sampled_ids.to(sampled_logprobs), sampled_logprobs]
         if self.value_head is not None:
             numbers.append(self.value_head(hidden).to(sampled_logprobs))
@@ -305,7 +316,7 @@ class Engine:
             error = self._explain_overflow(sequence)
             self._fail(sequence, error)  # raises; a LaneEngine (lanes.py) marks the sequence and goes on
             return False
-        sequence.stream.random()  # drops the number by which it was sampled: sampling only looked ahead at it
+        sequence.stream.drop()  # the number by which the token was sampled: `SamplingBatch.uniforms` only looks ahead
         sequence.write([int(sampled.id)])
         sequence.logprobs.append(sampled.logprob)
         sequence.values.append(sampled.value)

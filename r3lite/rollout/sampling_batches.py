@@ -23,7 +23,7 @@ class SamplingBatch(NamedTuple):
 
     sequences: list[Sequence]
     depths: list[int]  # how many drafted tokens would come before the sampled one
-    indices: list[int] | None  # of the pass's token that each one follows; None: all tokens of the pass in their order
+    indices: list[int] | None  # the token of the pass after which each entry is sampled; None: entry i after token i
 
     @property
     def uniforms(self) -> list[float]:

@@ -70,6 +70,8 @@ class Sequence(Transcript):
         The copy has the documents of these steps, and the log-probabilities and values of their action tokens. `stream`
         draws the tokens that follow.
         """
+        # Between a step's last token and the next turn are the documents, which are no actions. There is a next turn:
+        # a step's documents are cut so that they leave room for it (`Observations.fit`).
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
         prefix = self.first(turn_start)
