@@ -99,11 +99,11 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of the run's largest micro-batch, or of its largest step if there are several ranks.
+        """Computes the gradients of a step of the run's longest rows, and drops them.
 
-        They are dropped.
+        With one rank, it is the largest micro-batch of that step alone. Micro-batches of shorter rows may be fuller:
+        the memory plan has as many tokens as fit into one.
         """
-        # The longest rows of the run, as many as a step has: several ranks divide them, so that each one gets some.
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
             rows = max(self.micro_batches(rows), key=count_tokens)

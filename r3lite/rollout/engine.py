@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.core import bars
-from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
+from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import NO_SPANS, Spans
@@ -142,6 +142,7 @@ class Engine:
                     for sequence, documents in fetcher.fetch(retrieving):
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
+                lines.update(len(sequences) - len(unfinished))
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
                 scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
                 # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
@@ -200,9 +201,6 @@ class Engine:
         """Reads the step of a turn that is over, which may end the episode."""
         sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
-        if sequence.pending and not sequence.may_search:
-            sequence.pending = ()
-            sequence.finish = SEARCHING
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)

@@ -17,6 +17,7 @@ DRAFTING_ROWS = 16
 # than computing them.
 GRAPH_PLACES = 32
 MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
+TRUNCATED_ROWS = 8  # rows whose probabilities are sorted at once, for top-k and top-p: more would need memory
 
 
 def is_greedy(temperature: float) -> bool:
@@ -89,6 +90,11 @@ class TruncationSettings(Section):
     """sample from the k most likely tokens only; 0: from all"""
     top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
     """sample from the smallest set of tokens with this total probability"""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token may be excluded."""
+        return self.top_k_sampling > 0 or self.top_p < 1
 
 
 class RemoteSettings(Section):
