@@ -240,7 +240,9 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
     if speeds is None:
         choices = ", ".join(known_card.name for known_card in CARDS)
         raise UsageError(
-            f"unknown --card {name}{nearest(name, similar_names(name))}; choose from {choices}", code="unknown-card"
+            f"unknown --card {name}{nearest(name, similar_names(name))}; for the memory alone pass --device cuda "
+            f"--vram-budget SIZE, or choose from {choices}",
+            code="unknown-card",
         )
     if dtype == "auto":
         dtype = "bf16" if "bf16" in speeds.flops else "fp16"

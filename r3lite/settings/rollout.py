@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Basic, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.core.config import ANY, Alias, Basic, Bounds, Free, OfRun, Positive, Section, Tokens, Whole
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
 from r3lite.settings.conditions import has_documents, has_queries
@@ -41,7 +41,7 @@ class LengthSettings(Section):
     """maximum retrievals in an episode. Then the model must answer"""
     max_new_tokens: Basic[Tokens] = 256
     """maximum tokens in one turn of the model"""
-    max_length: Basic[Tokens] = 4096
+    max_length: Basic[OfRun[Tokens]] = 4096
     """maximum tokens in a whole episode"""
     max_document_tokens: Tokens = 160
     """maximum tokens in a document; longer documents are cut"""
