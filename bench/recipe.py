@@ -44,13 +44,13 @@ from r3lite.core.answer_match import question_key
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import Terminated
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.inherited import ADAPTER_CONFIG
 from r3lite.core.invocation import resolve
 from r3lite.datasets.collected import rejected_ids
 from r3lite.datasets.qa import read_questions
 from r3lite.datasets.splits import new_questions
 from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
-from r3lite.models.lora import CONFIG as ADAPTER_CONFIG
 from r3lite.settings import CollectConfig
 
 MORE = ("then", "baselines", "cross_fit", "flags")  # settings that may change, as long as no stage that was begun does

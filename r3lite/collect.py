@@ -80,9 +80,10 @@ def write_trajectories(config: CollectConfig) -> None:
         from r3lite.assembly import collecting  # after what is wrong was reported: torch takes seconds to load
 
         tally = collecting.collect(config, output, earlier)
-    print(f"{tally.table()}\nwritten to {output}")
+    print(tally.table())
     if not (tally.accepted or tally.accepted_earlier):
         raise nothing_collected(config, tally, output)
+    print(f"written to {output}")
 
 
 def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3LiteError:

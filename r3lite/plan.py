@@ -68,6 +68,14 @@ def title(config: PlanSftConfig | PlanRlConfig) -> str:
     return f"Reinforcement learning with {config.rl.algorithm} from {start} for {config.model.model}"
 
 
+def card_of(plan: "Plan") -> str:
+    """Returns the card that is planned for, with its memory; nothing for this machine's device."""
+    speeds = plan.workload.speeds
+    if not speeds or not speeds.memory:
+        return ""
+    return f" on the {speeds.name} ({speeds.memory / (1 << 30):.0f} GiB)"
+
+
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
     """Prints the plan, and writes it to plan.json in --output."""
     from r3lite.core.files import write_json
@@ -75,7 +83,7 @@ def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
 
     data = summary_of_sft(config) if isinstance(config, PlanSftConfig) else summary_of_rl(config)
     plan = make(config, data.count)
-    print(f"{title(config)}\n\n{plan.table()}")
+    print(f"{title(config)}{card_of(plan)}\n\n{plan.table()}")
     if data.text:
         print(f"\n{data.text}")
     if config.common.output:

@@ -10,7 +10,7 @@ from r3lite.settings import ServeConfig
 
 # What to do about a note on a mode.
 ADVICE = {
-    "chat": "to chat, add base to --adapters and pass --chat-adapter base",
+    "chat": "to chat with the model as it was before, pass --adapters NAME=RUN,base --chat-adapter base",
     "reasoning": "to search there, too, pass --retrieving-modes reasoning,search",
     "search": "for steps, pass --adapter RUN, or --steps on",
 }

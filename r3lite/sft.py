@@ -19,6 +19,7 @@ def train(config: SftConfig) -> None:
 
 def plan(config: SftConfig) -> str:
     """Returns the plan of memory and time, and the number of rows and steps, for `--dry-run`."""
+    from r3lite.assembly.supervised import few_steps
     from r3lite.datasets.summary import summary_of_sft
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
@@ -26,7 +27,11 @@ def plan(config: SftConfig) -> str:
     data = summary_of_sft(config)
     workload = sft_workload(config, steps=config.steps(data.count))
     memory = make_plan(workload, config.memory)
-    return f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n{data.text}"
+    text = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n{data.text}"
+    message = few_steps(config, data.count) if data.count else ""
+    if message:
+        text += f"\nwarning: {message}"
+    return text
 
 
 main = command.Command("sft", SftConfig(), work=train, plan=plan)

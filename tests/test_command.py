@@ -13,6 +13,7 @@ from r3lite.core.config import input_path, kinds_of, sections
 from r3lite.core.environment import CACHE_CAPACITY, CACHES, spare_the_machine
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import Terminated
+from r3lite.core.files import write_json
 from tests.commands import CONFIGS, Everything
 
 
@@ -137,7 +138,8 @@ def test_a_dry_run_begins_with_what_differs_and_what_is_missing(tmp_path, capsys
 
 def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path, capsys, monkeypatch):
     """A mistyped adapter was planned for minutes first."""
-    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    for name in ("sft", "lr=1e-4"):
+        write_json(tmp_path / "runs" / name / "adapter" / "adapter_config.json", {})
     (tmp_path / "train.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     nearest = f"did you mean {Path('runs', 'sft')}?"
@@ -150,12 +152,32 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     assert serve(["--adapters", "runs/sft,rl=runs/sft,base"]) == 0
     assert serve(["--adapters", "runs/sft,rl=runs/rl"]) == 1
     assert "--adapters runs/rl: no such run" in capsys.readouterr().err
-    (tmp_path / "runs" / "lr=1e-4").mkdir()
     assert serve(["--adapter", "runs/lr=1e-4", "--adapters", "runs/lr=1e-4,rl=runs/lr=1e-4"]) == 0
     assert serve(["--adapters", "rl=runs/lr=1e-5"]) == 1
     assert "--adapters runs/lr=1e-5: no such run" in capsys.readouterr().err
     assert run(lambda config: None, "--data", "trian.jsonl", "--dry-run") == 0
     assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_or_of_something_else_is_no_adapter(tmp_path, capsys, monkeypatch):
+    """`ask --adapter runs` began to download the default model before it looked into the folder."""
+    monkeypatch.chdir(tmp_path)
+    ask = command.Command("ask", CONFIGS["ask"][0], lambda config: None)
+    for run_folder in ("runs/sft", "runs/world/ppo", "runs/left/checkpoint-5"):
+        write_json(Path(run_folder, "adapter", "adapter_config.json"), {})
+        assert ask(["--adapter", run_folder]) == ask(["--adapter", f"{run_folder}/adapter"]) == 0
+    assert ask(["--adapter", "runs/left"]) == 0  # the newest checkpoint's
+    write_json(Path("runs/full/model/config.json"), {})
+    assert ask(["--adapter", "runs/full"]) == 0  # a model, which is told apart when its base is looked for
+    Path("notes").mkdir()
+    capsys.readouterr()
+    assert ask(["--adapter", "runs"]) == ask(["--adapter", "notes"]) == 1
+    told = capsys.readouterr().err
+    runs = ", ".join(str(Path(name)) for name in ("runs/left/checkpoint-5", "runs/sft", "runs/world/ppo"))
+    assert f"r3lite.ask stopped: --adapter runs has no adapter; runs in it: {runs}\n  Pass a run folder" in told
+    assert "--adapter notes has no adapter (adapter_config.json)\n" in told
+    assert ask(["--adapter", "runs", "--dry-run"]) == 0
+    assert "missing: --adapter runs has no adapter; runs in it: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv,
 
 def test_a_preset_that_is_not_text_is_a_usage_error(toml):
     """The nearest name of a number was a TypeError."""
-    with raises(UsageError, "unknown-preset", "3"):
+    with raises(UsageError, "wrong-type", "my.toml: preset is 3; it must be text"):
         read("--config", toml("preset = 3"))
 
 

@@ -7,6 +7,7 @@ import pytest
 from r3lite.ask import AskConfig
 from r3lite.core import command
 from r3lite.core.config import UsageError, flat
+from r3lite.core.files import write_json
 from r3lite.core.inherited import told
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.evaluate import EvaluateConfig
@@ -23,11 +24,11 @@ def desk(tmp_path, monkeypatch):
     """The folders of a run of SFT, of one of RL, and of an index."""
     monkeypatch.chdir(tmp_path)
     for name, usual in (("sft", SftConfig()), ("ppo", PpoConfig())):
-        (tmp_path / name / "adapter").mkdir(parents=True)
+        write_json(tmp_path / name / "adapter" / "adapter_config.json", {})
         config = resolve(name, usual, ["--preset", "tiny", "--queries-per-step", "2"])
         (tmp_path / name / "config.toml").write_text(to_toml(config, name), encoding="utf-8")
     (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "manifest.json").write_text(json.dumps({"encoder": "hashing"}))
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps({"encoder": "my/encoder"}))
     return tmp_path
 
 
@@ -39,15 +40,43 @@ def test_an_answer_needs_only_the_adapter_and_the_index(desk):
     """Encoder, model, format and prompts had to be repeated at every command, though the files name them."""
     config = resolve("ask", AskConfig(), ["who?", "--adapter", "ppo/adapter", "--index", "index"])
     values = flat(config)
-    assert (values["model"], values["encoder"], values["top_k"]) == ("tiny", "hashing", 3)
+    assert (values["model"], values["encoder"], values["top_k"]) == ("tiny", "my/encoder", 3)
     assert (values["init_prompt"], values["queries_per_step"]) == ("prompts/tiny/init_prompt.txt", 2)
-    assert values["max_new_tokens"] == 256  # which is no matter of the adapter
-    assert config.inherited["encoder"] == "index" and config.inherited["model"] == "ppo/adapter"
-    assert not {"format", "system_prompt"} & config.inherited.keys()  # those of the run are the defaults
+    assert (values["preset"], values["max_new_tokens"]) == ("tiny", 96)  # which the preset has for `ask`, too
+    of_preset = {"model", "top_k", "init_prompt", "step_prompt", "max_length"}
+    assert config.inherited["encoder"] == "index" and config.inherited["preset"] == "ppo/adapter"
+    assert not {"format", "system_prompt", *of_preset} & config.inherited.keys()
     assert set(config.set_by_user) == {"question", "adapter", "index"}
     of_run, of_index = told(config)
-    assert of_run.startswith("from ppo/adapter: --model tiny, --top-k 3, --init-prompt prompts/tiny")
-    assert of_index == "from index: --encoder hashing"
+    assert of_run == "from ppo/adapter: --preset tiny, --worked-example True, --queries-per-step 2"
+    assert of_index == "from index: --encoder my/encoder"
+
+
+def test_the_preset_of_the_run_need_not_be_repeated(desk):
+    """`ask --adapter` of a run of `tiny` took its model and its prompts, and of 4,096 tokens an episode."""
+    for name in ("sft", "ppo"):
+        assert read("ask", AskConfig(), "--adapter", name)["max_length"] == 1536
+    assert read("ask", AskConfig(), "--adapter", "ppo", "--preset", "laptop-4gb")["preset"] == "laptop-4gb"
+    text = (desk / "ppo" / "config.toml").read_text()
+    (desk / "ppo" / "config.toml").write_text(text.replace('preset = "tiny"', 'preset = "of-another-version"'))
+    values = read("ask", AskConfig(), "--adapter", "ppo")
+    assert (values["preset"], values["model"], values["max_new_tokens"]) == ("laptop-4gb", "tiny", 256)
+    assert read("serve", ServeConfig(), "--adapters", "sft,rl=ppo")["preset"] == "laptop-4gb"
+    (desk / "my.toml").write_text("preset = 'solution'\nadapter = 'sft'\n")
+    assert read("ask", AskConfig(), "--config", "my.toml")["preset"] == "solution"
+    (desk / "my.toml").write_text("adapter = 'sft'\n")
+    assert read("ask", AskConfig(), "--config", "my.toml")["preset"] == "tiny"
+
+
+def test_the_length_of_episodes_is_that_of_rl_but_not_of_the_rows_of_sft(desk):
+    for name, usual, flags in (("sft", SftConfig(), []), ("ppo", PpoConfig(), ["--max-new-tokens", "64"])):
+        config = resolve(name, usual, ["--max-length", "1200", *flags])
+        (desk / name / "config.toml").write_text(to_toml(config, name))
+    assert read("ask", AskConfig(), "--adapter", "sft")["max_length"] == 4096
+    values = read("ask", AskConfig(), "--adapter", "ppo")
+    assert (values["max_length"], values["max_new_tokens"]) == (1200, 256)  # a chat has longer turns
+    assert read("ask", AskConfig(), "--adapter", "ppo", "--max-length", "4096")["max_length"] == 4096
+    assert read("sft", SftConfig(), "--adapter", "ppo")["max_length"] == 2048
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo", "ppo/adapter"])
@@ -73,7 +102,7 @@ def test_what_the_user_sets_wins_even_if_it_is_the_default(desk):
 
 def test_a_preset_is_not_as_sure_as_the_files(desk):
     values = read("ask", AskConfig(), "--preset", "hotpotqa", "--adapter", "ppo", "--index", "index")
-    assert (values["model"], values["encoder"]) == ("tiny", "hashing")
+    assert (values["model"], values["encoder"]) == ("tiny", "my/encoder")
 
 
 def test_prompts_of_another_format_or_that_are_gone_are_not_taken(desk):
@@ -81,7 +110,8 @@ def test_prompts_of_another_format_or_that_are_gone_are_not_taken(desk):
     assert (values["init_prompt"], values["queries_per_step"], values["model"]) == (None, 1, "tiny")
     assert read("ask", AskConfig(), "--adapter", "ppo", "--format", "r3")["queries_per_step"] == 2
     text = (desk / "ppo" / "config.toml").read_text()
-    (desk / "ppo" / "config.toml").write_text(text.replace("prompts/tiny/init", "gone/init"))
+    text = text.replace("prompts/tiny/init", "gone/init").replace('preset = "tiny"', 'preset = "laptop-4gb"')
+    (desk / "ppo" / "config.toml").write_text(text)
     values = read("ask", AskConfig(), "--adapter", "ppo")
     assert (values["init_prompt"], values["step_prompt"]) == (None, "prompts/tiny/step_prompt.txt")
 
@@ -102,9 +132,9 @@ def test_a_model_of_a_run_brings_its_format_but_stays(desk):
 
 def test_an_index_that_is_edited_has_its_encoder(desk):
     for edit in ("--add", "--delete"):
-        assert read("index", IndexConfig(), edit, "x", "--output", "index")["encoder"] == "hashing"
-    assert read("index", IndexConfig(), "--corpus", "x", "--output", "index")["encoder"] != "hashing"
-    assert read("ask", AskConfig(), "--index", "index", "--retriever", "lexical")["encoder"] != "hashing"
+        assert read("index", IndexConfig(), edit, "x", "--output", "index")["encoder"] == "my/encoder"
+    assert read("index", IndexConfig(), "--corpus", "x", "--output", "index")["encoder"] != "my/encoder"
+    assert read("ask", AskConfig(), "--index", "index", "--retriever", "lexical")["encoder"] != "my/encoder"
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"encoder": 3}'])
@@ -121,7 +151,7 @@ def test_a_folder_that_is_no_index_or_no_run_gives_nothing(desk, content):
 def test_the_summary_and_a_dry_run_say_where_a_setting_is_from(desk, capsys):
     argv = ["who?", "--adapter", "ppo", "--index", "index"]
     assert command.Command("ask", AskConfig(), work=lambda config: None)(argv) == 0
-    assert "from index: --encoder hashing\n" in capsys.readouterr().err
+    assert "from index: --encoder my/encoder\n" in capsys.readouterr().err
     assert command.Command("ask", AskConfig(), work=lambda config: None)([*argv, "--dry-run"]) == 0
     differing = capsys.readouterr().out.partition("\n\n")[0]
-    assert "encoder" in differing and "hashing  (from index)" in differing and "tiny  (from ppo)" in differing
+    assert "my/encoder  (from index)" in differing and "tiny  (from ppo)" in differing

@@ -68,7 +68,7 @@ def test_the_first_lines_say_what_happens_and_for_how_long(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "end", "expected"),
     [
-        ([], {"prediction": "", "finish": "cut_off", "em": 0.0}, ["  no answer (cut off): the answer is Oslo"]),
+        ([], {"prediction": "", "finish": "cut_off", "em": 0.0}, ["  no answer (cut off); right: Oslo"]),
         (
             [{"query": "Ann"}, {"searches": [{"query": "Bo"}, {"query": "Cy"}]}, {"answer": "Rome"}],
             {"prediction": "Rome", "finish": "answered", "em": 0.0},
@@ -76,7 +76,7 @@ def test_the_first_lines_say_what_happens_and_for_how_long(tmp_path):
                 "  1 searches for: Ann",
                 "  2 searches for: Bo",
                 "  2 searches for: Cy",
-                "  3 answers: Rome (wrong: the answer is Oslo)",
+                "  3 answers: Rome (wrong; right: Oslo)",
             ],
         ),
         (

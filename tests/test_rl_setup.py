@@ -2,7 +2,8 @@
 
 import pytest
 
-from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_no_reward
+from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_no_reward, warn_of_start
+from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
@@ -29,9 +30,23 @@ def told(capsys, *records: dict, **settings) -> str:
 def test_a_start_that_is_paid_for_no_answer_is_told_once(capsys):
     said = told(capsys, NONE, NONE, NONE, NONE)
     assert said.startswith("warning: no answer in the first 2 rounds was rewarded, and 75% of the episodes are mal")
-    assert said.count("\n") == 1 and "run SFT first" in said and "--format" in said and "--max-new-tokens" in said
+    assert said.count("\n") == 1 and "Malformed: run SFT first, and pass" in said and "--max-new-tokens" in said
     assert told(capsys, NONE) == ""  # 16 episodes say too little
     assert "in the first round was" in told(capsys, NONE, batch_size=4)
+
+
+def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
+    """After three steps of SFT it said so, and also that the format might be another one."""
+    (tmp_path / "config.toml").write_text("[sft]\n", encoding="utf-8")
+    for steps, expected in (
+        (3, f"{tmp_path} had only 3 steps of SFT; train it for longer"),
+        (30, "or pass the --format"),
+    ):
+        write_jsonl(tmp_path / "metrics.jsonl", [{"step": steps, "epoch": 1.0}])
+        said = told(capsys, NONE, NONE, adapter=str(tmp_path))
+        assert f"Malformed: {expected}" in said or f"Malformed: train {tmp_path} for longer in SFT, {expected}" in said
+        warn_of_start(str(tmp_path))
+        assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):

@@ -270,7 +270,12 @@ def test_it_learns_in_fp16_on_a_card(toy, tmp_path):
 
 def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
     assert sft.main([*toy, *SHORT, "--dry-run"]) == 0
-    assert "19 rows, 1 more held out; 5 steps of 4 rows" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "19 rows, 1 more held out; 5 steps of 4 rows" in told
+    assert "warning: 19 rows make only 5 steps of 4, " in told and "(30 steps or more)" in told
+    for enough in (["--epochs", "6.4"], ["--max-steps", "5"]):  # 31 steps; and a length that the user has chosen
+        assert sft.main([*toy, *SHORT, *enough, "--dry-run"]) == 0
+        assert "warning: " not in capsys.readouterr().out
     assert sft.main(["--dry-run", "--data", "some/name,subset,train"]) == 0  # without a download
     assert sft.main(["--model", "x"]) == 2
     assert "--data is missing" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from r3lite.assembly.answering import build_engine
 from r3lite.assembly.local_client import client_maker
+from r3lite.assembly.policy import remedy_of_format
 from r3lite.core.episode import Episode
 from r3lite.core.files import sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
@@ -76,7 +77,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     if judge:
         record["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
     write_json(output / SCORES, record)
-    print(scores_table(record))
+    print(scores_table(record, remedy_of_format(config.model)))
     print(f"written to {output / SCORES}; answers: {output / PREDICTIONS}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Question
 from r3lite.core.files import content_fingerprint, folder_fingerprint
-from r3lite.models.lora import CONFIG, adapter_folder
+from r3lite.core.inherited import ADAPTER_CONFIG, adapter_folder
 from r3lite.protocols.base import Protocol
 from r3lite.rewards.registry import named_rewards
 from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSettings, RetrievalSettings, RewardSettings
@@ -24,7 +24,7 @@ def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
         return {}
     folder = adapter_folder(model.adapter)
     files = sorted(folder.glob("*.safetensors"))
-    return {"the adapter of --adapter": content_fingerprint(folder / CONFIG, *files)}
+    return {"the adapter of --adapter": content_fingerprint(folder / ADAPTER_CONFIG, *files)}
 
 
 def fingerprints_of_rl(

@@ -20,7 +20,7 @@ from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import naming_gguf, sole_writer, sweep
 from r3lite.core.grant import Grant
-from r3lite.core.inherited import ADAPTER, MODEL, settings_of
+from r3lite.core.inherited import ADAPTER, MODEL, adapter_folder, settings_of
 from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
@@ -39,7 +39,7 @@ from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, Optimiz
 from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
-from r3lite.training.earlier_run import result_of_run
+from r3lite.training.earlier_run import result_of_run, sft_length
 from r3lite.training.state import Stateful, TrainState
 
 # Names of the adapters.
@@ -285,13 +285,24 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
-    folder = lora.adapter_folder(settings.adapter)
+    folder = adapter_folder(settings.adapter)
     if folder.parent.parent == Path(settings.adapter):
         print(f"{settings.adapter} is not complete; using its latest checkpoint, {folder}", file=sys.stderr)
     if fingerprint and trained_on and trained_on != fingerprint:
         cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
         remedy = "Pass the --model that it was trained on, or another adapter."
         raise R3LiteError(f"{cause}; --model {settings.model} has {fingerprint}", remedy, code="base-differs")
+
+
+def remedy_of_format(model: ModelSettings) -> str:
+    """Returns what to do about a model that hardly follows the step format: a clause without a capital or a stop."""
+    trained = result_of_run(model.model, model.adapter)
+    if trained is None:
+        return "run SFT first, and pass its run as --adapter"
+    length = sft_length(trained)
+    if length is not None and length.is_short:
+        return f"{trained} had only {length.steps} steps of SFT; train it for longer"
+    return f"train {trained} for longer in SFT, or pass the --format and prompts that it was trained with"
 
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:

@@ -17,13 +17,13 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, read_jsonl, write_jsonl, write_text
+from r3lite.core.inherited import adapter_folder
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.folder import predictions_of
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.llm.client import CachingClient
 from r3lite.llm.replies import FAILURES, Reply, Request
-from r3lite.models.lora import adapter_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.observations import ANSWER_ROOM
 from r3lite.protocols.registry import build_protocol

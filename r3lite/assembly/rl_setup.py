@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
-from r3lite.assembly.policy import Policy, Training, load_policy, warn_of_other_format
+from r3lite.assembly.policy import Policy, Training, load_policy, remedy_of_format, warn_of_other_format
 from r3lite.core.episode import Question
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.core.token_record import TokenRecord
@@ -39,7 +39,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, PpoConfig
 from r3lite.training import optim
-from r3lite.training.earlier_run import result_of_run, sft_epochs
+from r3lite.training.earlier_run import result_of_run, sft_length
 from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
@@ -221,9 +221,14 @@ def warn_of_start(adapter: str | None) -> None:
         message = "without --adapter, RL starts from a model that is not trained on the step format"
         print(f"warning: {message}", file=sys.stderr)
         return
-    epochs = sft_epochs(adapter)
-    if epochs is not None and epochs < 1:
-        message = f"{adapter} had only {epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
+    length = sft_length(adapter)
+    if length is None:
+        return
+    if length.epochs < 1:
+        message = f"{adapter} had only {length.epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
+        print(f"warning: {message}", file=sys.stderr)
+    elif length.is_short:
+        message = f"{adapter} had only {length.steps} steps of SFT: it may hardly know the step format"
         print(f"warning: {message}", file=sys.stderr)
 
 
@@ -253,8 +258,8 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
             f"no answer in {period} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
-            "run SFT first, or pass the adapter's --format and prompts. Cut off: raise --max-new-tokens or "
-            "--max-length. Wrong answers: check whether the retriever finds them"
+            f"{remedy_of_format(config.model)}. Cut off: raise --max-new-tokens or --max-length. Wrong answers: check "
+            "whether the retriever finds them"
         )
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
         rewarded = "answers" if pays_answers else "episodes"

@@ -70,11 +70,11 @@ class Stage:
         answer = sample["prediction"]
         verdict = "right"
         if not sample["em"]:
-            verdict = f"wrong: the answer is {sample['answers'][0]}"
+            verdict = f"wrong; right: {sample['answers'][0]}"
         if answer:
             lines.append(f"  {len(sample['steps'])} answers: {answer} ({verdict})")
         else:
-            lines.append(f"  no answer ({sample['finish'].replace('_', ' ')}): the answer is {sample['answers'][0]}")
+            lines.append(f"  no answer ({sample['finish'].replace('_', ' ')}); right: {sample['answers'][0]}")
         return printable("\n".join(lines))
 
     @property

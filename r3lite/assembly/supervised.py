@@ -3,6 +3,7 @@
 `SFTTrainer.step` is the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
 """
 
+import sys
 import time
 from contextlib import nullcontext
 from itertools import chain
@@ -33,7 +34,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop
-from r3lite.training.earlier_run import QUESTIONS, question_hash
+from r3lite.training.earlier_run import FEWEST_STEPS, QUESTIONS, question_hash
 from r3lite.training.metrics import means_by_source, with_perplexity
 from r3lite.training.run_folder import RunFolder
 
@@ -99,11 +100,11 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of the run's largest micro-batch, or of its largest step if there are several ranks.
+        """Computes the gradients of a step of the run's longest rows, and drops them.
 
-        They are dropped.
+        With one rank, it is the largest micro-batch of that step alone. Micro-batches of shorter rows may be fuller:
+        the memory plan has as many tokens as fit into one.
         """
-        # The longest rows of the run, as many as a step has: several ranks divide them, so that each one gets some.
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
             rows = max(self.micro_batches(rows), key=count_tokens)
@@ -250,6 +251,18 @@ def train(config: SftConfig, ranks: Ranks) -> None:
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
+def few_steps(config: SftConfig, rows: int) -> str:
+    """Returns a message that this number of rows is too small for a run whose length it decides; "" if it is not."""
+    steps, row_limit = config.steps_and_row_limit(rows)
+    if row_limit is None or steps >= FEWEST_STEPS:
+        return ""
+    times = config.rows_per_step
+    return (
+        f"{rows} rows make only {steps} steps of {times}, in which a model hardly learns the step format: collect from "
+        f"more documents or questions, lower --gradient-accumulation, or raise --epochs ({FEWEST_STEPS} steps or more)"
+    )
+
+
 def hashes_of_questions(examples_by_source: Rows) -> list[str]:
     """Returns the hashes of the questions of all trajectories, sorted. By them, RL can tell whether it trains on the
     same questions."""
@@ -274,6 +287,9 @@ def build_trainer(
     encoded = encode_rows_of(examples_by_source, layouts)
     held_out = encode_fitting(validation, layouts)
     steps, _ = config.steps_and_row_limit(len(encoded))
+    message = few_steps(config, len(encoded))
+    if message and ranks.first:
+        print(f"warning: {message}", file=sys.stderr)
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
         fresh=config.lora,

@@ -14,6 +14,7 @@ from r3lite.assembly.policy import Policy, check_base, check_lengths, load_froze
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint
+from r3lite.core.inherited import adapter_folder
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import Lesson
 from r3lite.datasets.trajectories import Row
@@ -64,7 +65,7 @@ def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
     if nf4:
         parts.append("nf4")
     if adapter:
-        parts.append(folder_fingerprint(lora.adapter_folder(adapter)))
+        parts.append(folder_fingerprint(adapter_folder(adapter)))
     return "-".join(parts)
 
 

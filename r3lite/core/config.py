@@ -72,6 +72,10 @@ def never(text: str) -> bool:
     return False
 
 
+def no_fault(path: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class InputPath:
     """The setting names files or folders that are read. A dry run tells which of them are missing."""
@@ -79,6 +83,7 @@ class InputPath:
     noun: str = "file"  # what one is called in an error
     remedy: str = ""  # what to pass instead; with it, a missing one is an error before the work begins
     named: Callable[[str], bool] = never  # whether a value is no path, but the name of something such as a data set
+    fault: Callable[[str], str] = no_fault  # what is wrong with a path that exists; empty: nothing
     has_names: bool = False  # values are NAME=PATH, see `name_and_path`
 
 

@@ -18,8 +18,10 @@ from r3lite.core.inputs import exists
 CONFIG = "config.toml"  # the resolved settings, in the folder of a run
 ADAPTER = "adapter"  # in the folder of a run, or of a checkpoint in it
 MODEL = "model"  # the same, of a run that trains all weights
+ADAPTER_CONFIG = "adapter_config.json"  # in the folder of an adapter
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"  # in the folder of an index
+RUNS_SHOWN = 8  # of a folder that is not itself a run
 VECTOR_RETRIEVERS = ("semantic", "hybrid")  # of --retriever: they search with the encoder of an index
 
 
@@ -42,14 +44,57 @@ def run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
     return folder.parent, int(name[1])
 
 
+def adapter_folder(folder: str | Path) -> Path:
+    """Returns the folder that has the files of an adapter.
+
+    It is the folder itself, or the `adapter/` of a run folder or, if the run was interrupted, of its newest checkpoint.
+    """
+    folder = Path(folder)
+    checkpoints = sorted(
+        folder.glob("checkpoint-*/adapter"),
+        key=lambda path: (len(path.parent.name), path.parent.name),
+    )
+    for candidate in (folder, folder / ADAPTER, *reversed(checkpoints)):
+        if (candidate / ADAPTER_CONFIG).is_file():
+            return candidate
+    return folder
+
+
+def no_adapter(path: str) -> str:
+    """Returns that a folder has no adapter, with the runs in it that have one; "" if it has an adapter or a model."""
+    folder = Path(path)
+    files = (adapter_folder(folder) / ADAPTER_CONFIG, folder / "config.json", folder / MODEL / "config.json")
+    if any(file.is_file() for file in files):
+        return ""
+    runs = sorted({*folder.glob(f"*/{ADAPTER}"), *folder.glob(f"*/*/{ADAPTER}")})
+    names = [str(run.parent) for run in runs if (run / ADAPTER_CONFIG).is_file()]
+    if names:
+        return f" has no adapter; runs in it: {', '.join(names[:RUNS_SHOWN])}"
+    return f" has no adapter ({ADAPTER_CONFIG})"
+
+
 def settings_of(adapter: str | Path) -> dict[str, Any]:
     """Returns the settings of the run that wrote an adapter or model, as in its `config.toml`; empty if not known."""
+    _, settings = _command_and_settings(adapter)
+    return settings
+
+
+def _command_and_settings(adapter: str | Path) -> tuple[str, dict[str, Any]]:
+    """Returns the command of the run that wrote an adapter or model, and its settings; both empty if not known."""
     run, _ = run_and_step(adapter)
     with contextlib.suppress(UsageError):
-        for table in load_toml(run / CONFIG).values():
+        for command, table in load_toml(run / CONFIG).items():
             if isinstance(table, dict):
-                return table
-    return {}
+                return command, table
+    return "", {}
+
+
+def _settings_of_episodes(adapter: str | Path) -> dict[str, Any]:
+    """Returns the settings of a run that other commands may take; a limit of the rows of SFT is none of episodes."""
+    command, settings = _command_and_settings(adapter)
+    if command == "sft":
+        return {name: value for name, value in settings.items() if name != "max_length"}
+    return settings
 
 
 def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -107,10 +152,10 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     adapters = [adapter for adapter in adapters if adapter]
     model = values.get("model")
     if not adapters and model and Path(model).name == MODEL:
-        of_model = settings_of(model)
+        of_model = _settings_of_episodes(model)
         of_model.pop("model", None)  # that of the start
         return model, of_model
-    runs = [settings_of(adapter) for adapter in adapters]
+    runs = [_settings_of_episodes(adapter) for adapter in adapters]
     return ", ".join(adapters), in_common([run for run in runs if run])
 
 

@@ -26,7 +26,8 @@ def check_inputs(config: Any) -> None:
 
 
 def missing_inputs(config: Any) -> Iterator[MissingInput]:
-    """Yields each input that the user has named, for this command alone, and that does not exist."""
+    """Yields each input that the user has named, for this command alone, and that does not exist or is another thing
+    (InputPath.fault)."""
     values = flat(config)
     for section in sections(config).values():
         for name, kind in kinds_of(type(section)).items():
@@ -37,9 +38,13 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
             entries = [values[name]] if kind.count == 1 else values[name]
             for entry in entries:
                 path = name_and_path(entry)[1] if path_trait.has_names else entry
-                if not (exists(path) or path_trait.named(path)):
-                    cause = f"{flag(name)} {path}: no such {path_trait.noun}{similar_path(path)}"
-                    yield MissingInput(cause, path_trait.remedy)
+                if path_trait.named(path):
+                    continue
+                fault = f": no such {path_trait.noun}{similar_path(path)}"
+                if exists(path):
+                    fault = path_trait.fault(path)
+                if fault:
+                    yield MissingInput(f"{flag(name)} {path}{fault}", path_trait.remedy)
 
 
 def exists(path: str) -> bool:

@@ -261,13 +261,18 @@ def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
 
 def _read_preset(preset: str, table: str) -> dict[str, Any]:
     """Returns the settings that a built-in preset has for a command."""
-    presets = sorted(path.stem for path in shipped("presets").glob("*.toml"))
+    presets = _presets()
     if preset not in presets:
         raise UsageError(
             f"unknown preset {preset!r}; choose from {', '.join(presets)}{nearest(str(preset), presets)}",
             code="unknown-preset",
         )
     return read_toml(shipped("presets", f"{preset}.toml"), table, all_settings()).values
+
+
+def _presets() -> list[str]:
+    """Returns the names of the built-in presets."""
+    return sorted(path.stem for path in shipped("presets").glob("*.toml"))
 
 
 def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any]) -> dict[str, Any]:
@@ -313,20 +318,25 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
             )
     by_user = from_file.values | flags
 
-    # A file may name its preset, which it then refines.
-    preset_name = flags.get("preset") or from_file.values.get("preset") or defaults["preset"]
+    def as_user_has_set(usual: Any) -> Any:
+        config = _with_source(usual, from_file.values, where=f"{path}: ")
+        return _with_source(config, flags, where="")
+
+    # A file may name its preset, which it then refines. Without any, it is that of the adapter's run.
+    preset_name = by_user.get("preset") or defaults["preset"]
+    of_run = inherited_settings(as_user_has_set(default), explicit=by_user.keys()).get("preset")
+    if of_run is not None and of_run.value in _presets():
+        preset_name = of_run.value
     preset = _read_preset(preset_name, table or command)
     if by_user.get("format") not in (None, preset.get("format", defaults.get("format"))):
         # A preset's prompts are written for its own format.
         preset = {name: value for name, value in preset.items() if not name.endswith("_prompt")}
     preset = _with_implied(default, preset, by_user)
 
-    def as_user_has_set(usual: Any) -> Any:
-        config = _with_source(usual, from_file.values, where=f"{path}: ")
-        return _with_source(config, flags | {"preset": preset_name}, where="")
-
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
     inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
+    if of_run is not None and of_run.value != preset_name:  # that of another version of r3lite
+        del inherited["preset"]
     usual = by_preset
     for place in dict.fromkeys(setting.place for setting in inherited.values()):
         of_place = {name: setting.value for name, setting in inherited.items() if setting.place == place}

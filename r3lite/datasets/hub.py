@@ -43,7 +43,11 @@ def files_of(data: str) -> list[Path]:
         repository, subset, split = parts
         return _download(repository, subset, split)
     if path.is_dir():
-        raise R3LiteError(f"--data {data} is a folder", "Pass a file in it.", code="data-is-folder")
+        remedy = (
+            "Pass a file in it. To learn from a folder of documents: python -m r3lite.index --documents FOLDER, then "
+        )
+        remedy += "python -m r3lite.collect --source documents."
+        raise R3LiteError(f"--data {data} is a folder", remedy, code="data-is-folder")
     raise R3LiteError(f"--data {data}: no such file{similar_path(data)}", NAME_DATA, code="data-absent")
 
 

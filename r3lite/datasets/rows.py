@@ -41,11 +41,12 @@ def converted_rows(
     row out.
 
     If `convert` raises InvalidRecord, that names file, line (or row) and reason; with `skip_bad_rows` such rows are
-    left out and their number is printed. Raises R3LiteError with the `remedy` if there is no row, and `needed` says
-    what a row is.
+    left out and their number is printed. Raises R3LiteError with the `remedy` if a file is empty or, where `needed`
+    says what a row is, no row is left.
     """
     converted: list[Item] = []
     bad: list[InvalidRecord] = []
+    is_empty = True
 
     def on_bad(error: InvalidRecord) -> None:
         bad.append(error)
@@ -54,6 +55,7 @@ def converted_rows(
 
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
     for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
+        is_empty = False
         number = row.source.where.split()[-1]
         try:
             item = convert(row, f"{path.stem}-{number}")
@@ -66,9 +68,18 @@ def converted_rows(
             break
     if bad:
         print(f"{data}: skipped {len(bad)} bad rows; the first: {bad[0].cause}", file=sys.stderr)
+    if is_empty and not bad:
+        raise R3LiteError(f"{data} is empty: it has no row{_below_names(data)}", remedy or NAME_DATA, code="no-rows")
     if needed and not converted:
         raise R3LiteError(f"{data} has no usable {needed}", remedy, code="no-usable-rows")
     return converted
+
+
+def _below_names(data: str | Path) -> str:
+    """Returns where a table has no row; nothing for other data."""
+    if Path(data).suffix.lower() in TABLES:
+        return " below the line with the names of the columns"
+    return ""
 
 
 def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
@@ -106,13 +117,17 @@ def _table_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
     if "question" not in names:
         remedy = f"The first line must name the columns, such as question,answer. {MEND}"
     for number, cells in enumerate(rows[1:], 1):
-        source = Source(f"{path}, row {number}", remedy)
+        padded = list(itertools.zip_longest(names, cells, fillvalue=""))
+        blank_names = [name for name, cell in padded if name and not cell.strip()]
+        of_row = remedy
+        if blank_names:
+            of_row = f"Empty in this row: {', '.join(blank_names)}. {remedy}"
+        source = Source(f"{path}, row {number}", of_row)
         if len(cells) > len(names):
             cause = f"{source.where}: {len(cells)} cells, but {len(names)} columns"
             on_bad(InvalidRecord(cause, f"Put cells with commas in quotation marks. {MEND}", code="bad-row"))
             continue
-        values = itertools.zip_longest(names, cells, fillvalue="")
-        yield Record({name: cell for name, cell in values if name and cell.strip()}, source)
+        yield Record({name: cell for name, cell in padded if name and cell.strip()}, source)
 
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:

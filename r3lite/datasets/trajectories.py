@@ -150,7 +150,9 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Exam
         return _trajectory(row, id, protocol)
     hint = ""
     if "question" in row:
-        hint = "; to make trajectories of questions, run `python -m r3lite.collect`"
+        hint = (
+            "; to make trajectories of questions, or of documents (--source documents), run `python -m r3lite.collect`"
+        )
     raise row.error(f"has neither 'steps' (a trajectory) nor the keys of a conversation ({KNOWN_LAYOUTS}){hint}")
 
 

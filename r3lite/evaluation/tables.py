@@ -9,8 +9,11 @@ GROUPS = {"by_hops": "hops", "by_type": "type"}
 LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
 
 
-def scores_table(scores: dict) -> str:
-    """Returns the content of scores.json as text: all metrics, those of each group of questions, and warnings."""
+def scores_table(scores: dict, remedy_of_format: str) -> str:
+    """Returns the content of scores.json as text: all metrics, those of each group of questions, and warnings.
+
+    `remedy_of_format` says what to do if few steps follow the format.
+    """
     lines = [f"\n{scores['n']} questions: {_counts(scores['finish'])}", f"{'':<18}{'value':>8}   95 % interval"]
     for name, title in TITLES.items():
         entry = scores.get(name)
@@ -20,6 +23,8 @@ def scores_table(scores: dict) -> str:
         if "n" in entry:
             line += f"   n = {entry['n']}"
         lines.append(line)
+    if scores["retrieval_recall"]["value"] is None:
+        lines.append("-: the questions have no gold paragraphs, by which recall is measured")
     if scores["faults"]:
         lines.append(f"\nfaults of steps: {_counts(scores['faults'])}")
     copied = scores["faults"].get("copied_example")
@@ -37,8 +42,7 @@ def scores_table(scores: dict) -> str:
         lines.append(f"\nthe retriever failed on {failures} questions; they are left out of the scores")
     adherence = scores["format_adherence"]["value"] or 0.0
     if adherence < LEAST_ADHERENCE:
-        doubt = "is --adapter missing, or was it trained with other prompt files?"
-        lines.append(f"\nFew steps follow the format, so the other scores mean little: {doubt}")
+        lines.append(f"\nFew steps follow the format, so the other scores mean little: {remedy_of_format}")
     return "\n".join(lines)
 
 

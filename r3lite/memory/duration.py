@@ -230,8 +230,10 @@ class Duration:
         w = self.workload
         if w.trains:
             return "a round" if w.episodes else "a step"
+        if w.episodes == 1:
+            return "sampling an answer"
         if w.episodes:
-            return f"sampling {w.episodes:,} episodes"
+            return f"sampling {w.episodes:,} answers"
         return f"reading {w.step_rows:,} trajectories"
 
     @property
@@ -243,7 +245,10 @@ class Duration:
         return f"Lower {flags} or --max-length."
 
     def line(self) -> str:
-        """Returns the prediction in words: for a step, round or evaluation, by phase, and for the whole run."""
+        """Returns the prediction in words: for a step, round or evaluation, by phase, and for the whole run.
+
+        If the lengths of rows or episodes are not known, it is for the longest, and so the most that it may be.
+        """
         w = self.workload
         assumes_longest = bool(w.episodes) or not w.mean_tokens
         message = f"about {in_words(self.seconds)} for {self.unit}"
@@ -252,16 +257,24 @@ class Duration:
         if len(self.phases) > 1:
             parts = (f"{phase} {in_words(seconds)}" for phase, seconds in self.phases.items())
             message += f" ({', '.join(parts)})"
-        if assumes_longest:
-            noun = "episode" if w.episodes else "row"
-            message += f" if every {noun} has {w.row_tokens:,} tokens, the most it may"
         if w.refills:
             message += f", without up to {w.refills} refills"
         if self.validation_seconds:
             message += f"; {in_words(self.validation_seconds)} for a validation"
         if w.trains:
             message += f"; {self._whole_run()}"
+        if assumes_longest:
+            return f"{message}. {self._usual()}, {self._origin()}"
         return f"{message}. Within a factor of two, {self._origin()}"
+
+    def _usual(self) -> str:
+        """Says which lengths make it the most, and how much less is usual."""
+        w = self.workload
+        if w.episodes:
+            return (
+                f"Usually several times less: this is for episodes of {w.row_tokens:,} tokens, the most they may have"
+            )
+        return f"Usually less: this is for rows of {w.row_tokens:,} tokens, the most they may have"
 
     def _whole_run(self) -> str:
         """Says how long the run takes. If its length is not known, says what sets it, and for SFT gives an example."""

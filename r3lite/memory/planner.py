@@ -30,12 +30,16 @@ from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
-from r3lite.settings.rollout import DRAFTING_ROWS, GRAPH_PLACES, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_SEQUENCES, GRAPH_PLACES, MOST_DRAFTED, TRUNCATED_ROWS
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
 MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
 BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
+# Bytes for each probability that is sorted (top-k and top-p): the sorted number and its place in int64. While a card
+# sorts several rows, it also has two copies of pairs of int32, a copy of the numbers, and as much again to sort into
+# (segmented_sort_pairs_by_full_sort in aten/src/ATen/native/cuda/SortStable.cu). What follows the sort takes less.
+SORTING = (4 + 8) + 2 * 8 + 4 + (4 + 8)
 
 
 def rounded(size: float) -> int:
@@ -223,7 +227,7 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
     captured = _captured(w, memory)
     for name, parts in by_phase.items():
         tensors = sum(parts.values())
-        by_phase[name] = parts | beside_tensors(tensors, captured.get(name, 0), w.beside)
+        by_phase[name] = parts | beside_tensors(tensors, captured.get(name, 0), w.beside, pools=w.lanes)
     return by_phase
 
 
@@ -231,7 +235,7 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     """Returns the bytes of a decoding step that is run as CUDA graphs, by phase: see rollout/decoder.py."""
     captured = {"sample": 0}
     if w.episodes and runs_graphs(w, memory):
-        places = min(memory.rollout_batch_size, w.episodes)
+        places = w.lane_rows(memory.rollout_batch_size)
         if w.draft_tokens:
             places = max(places, GRAPH_PLACES)
         captured["sample"] = _forward(w, memory, places)
@@ -412,6 +416,7 @@ def as_judge(w: Workload, judge: JudgeWork) -> Workload:
         reads=judge.row_tokens,
         episodes=judge.memory.rollout_batch_size,
         draft_tokens=0,
+        truncates=False,
     )
 
 
@@ -425,7 +430,10 @@ def _judge(w: Workload, judge: JudgeWork) -> Parts:
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
-    """Returns the bytes of a KV cache of `rows` episodes of `tokens` tokens, and of a layer's part as it grows."""
+    """Returns the bytes of the KV caches of all lanes, each of `rows` episodes of `tokens` tokens.
+
+    One layer's part of a cache counts twice: it is copied as it grows.
+    """
     slots = -(-tokens // BLOCK) * BLOCK
     size = 0
     growing = 0
@@ -441,7 +449,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
             grown = rounded(rows * key_value_size(w.model) * slots * w.element)
         size += count * grown
         growing = max(growing, grown)
-    return size + growing
+    return w.lanes * size + growing
 
 
 def _state_bytes(w: Workload, rows: int, taps: int) -> int:
@@ -457,11 +465,15 @@ def _state_bytes(w: Workload, rows: int, taps: int) -> int:
 
 
 def _sample(w: Workload, memory: Memory) -> Parts:
-    """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn."""
-    rows = min(memory.rollout_batch_size, w.episodes)
+    """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn.
+
+    Lanes read and draw in turns, while their caches are there all the time.
+    """
+    rows = w.lane_rows(memory.rollout_batch_size)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
     cached = w.reads
-    if w.retrieves or runs_graphs(w, memory):  # documents come when rows are nearly full; graphs allocate all at once
+    # Documents come when rows are nearly full, other lanes may be full, and graphs allocate all at once.
+    if w.retrieves or w.lanes > 1 or runs_graphs(w, memory):
         cached = w.row_tokens
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
     repeated = cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
@@ -471,11 +483,19 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     }
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
+    if w.own_samplers:
+        row_sampling += logits
     sampling = rows * row_sampling
-    if w.draft_tokens:  # the tokens after all places are sampled at once, for shared rows from a copy of their logits
-        drafting_rows = min(rows, DRAFTING_ROWS)
-        places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
+    if w.draft_tokens:
+        # A token is sampled after each place: the last token of a sequence, and each of its drafted ones. Sequences that
+        # share a row get a copy of its logits, so that these count twice.
+        drafting = min(rows, DRAFTING_SEQUENCES)
+        places = drafting + min(drafting * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, places * (logits + row_sampling))
+    else:
+        places = rows
+    if w.truncates:
+        sampling += min(places, TRUNCATED_ROWS) * w.model.vocab_size * SORTING
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
         "sampling": sampling,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
+from r3lite.core.inherited import ADAPTER_CONFIG, adapter_folder
 from r3lite.core.records import Record, shown
 from r3lite.models.projections import ADAPTED, PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch, of_model
 from r3lite.models.stacks import side_by_side, stacked, stacks
@@ -23,7 +24,6 @@ from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.text_part import ADAPTER, NO_ADAPTER, TEXT_ADAPTER
 from r3lite.models.weights import FINGERPRINT
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 REMEDY = "Pass a run folder or a plain LoRA adapter of PEFT in safetensors format."
 EVERY_LAYER = "r3lite adapts a projection in every layer or in none. Pass such an adapter of this model."
@@ -222,7 +222,7 @@ def save_adapter(
     }
     if model.config.is_text_part:
         record["exclude_modules"] = NO_ADAPTER
-    write_json(folder / CONFIG, record)
+    write_json(folder / ADAPTER_CONFIG, record)
 
 
 def load_adapter(
@@ -236,7 +236,7 @@ def load_adapter(
     Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
     folder = adapter_folder(folder)
-    record = read_record(folder / CONFIG, REMEDY)
+    record = read_record(folder / ADAPTER_CONFIG, REMEDY)
     _check_supported(record)
     tensors = {}
     for key, tensor in read_tensors(folder / WEIGHTS, REMEDY).items():
@@ -315,9 +315,9 @@ def add_mean(
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Returns shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has none."""
     folder = adapter_folder(folder)
-    if not (folder / CONFIG).exists():
+    if not (folder / ADAPTER_CONFIG).exists():
         return None
-    record = read_record(folder / CONFIG, REMEDY)
+    record = read_record(folder / ADAPTER_CONFIG, REMEDY)
     _check_supported(record)
     with opened(folder / WEIGHTS, REMEDY) as file:
         return _parse_config(record, file.keys())
@@ -327,32 +327,16 @@ def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Returns name and fingerprint of the base that an adapter was trained on; no fingerprint if none is recorded."""
     candidates = (Path(folder), Path(folder, "model"))
     models = [candidate for candidate in candidates if (candidate / "config.json").is_file()]
-    if models and not (adapter_folder(folder) / CONFIG).is_file():
+    if models and not (adapter_folder(folder) / ADAPTER_CONFIG).is_file():
         raise R3LiteError(
             f"{folder} has a model, not an adapter", f"Pass --model {models[0]}.", code="model-not-adapter"
         )
     folder = adapter_folder(folder)
-    record = read_record(folder / CONFIG, REMEDY)
+    record = read_record(folder / ADAPTER_CONFIG, REMEDY)
     name = record.text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
         metadata = file.metadata() or {}
     return name, metadata.get(FINGERPRINT)
-
-
-def adapter_folder(folder: str | Path) -> Path:
-    """Returns the folder that has the files of an adapter.
-
-    It is the folder itself, or the `adapter/` of a run folder or, if the run was interrupted, of its newest checkpoint.
-    """
-    folder = Path(folder)
-    checkpoints = sorted(
-        folder.glob("checkpoint-*/adapter"),
-        key=lambda path: (len(path.parent.name), path.parent.name),
-    )
-    for candidate in (folder, folder / "adapter", *reversed(checkpoints)):
-        if (candidate / CONFIG).is_file():
-            return candidate
-    return folder
 
 
 def _check_supported(record: Record) -> None:

@@ -8,7 +8,7 @@ trajectory. No text is decoded and encoded again.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, SEARCHING, Document, Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
 from r3lite.protocols.chat import ThinkingChat
@@ -112,18 +112,24 @@ class Layout:
             )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
-        """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit."""
+        """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit.
+
+        A stop string in an open thought is a quotation, unless the thought is part of the format.
+        """
         turn = transcript.turn
         if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
             return True
         if turn[-1] == self.tokenizer.stop_id:
             return True
-        return self.turn_text.ends_with_stop(turn)
+        if not self.turn_text.ends_with_stop(turn):
+            return False
+        return self.protocol.thinks or not self._thoughts.is_open(transcript.tokens, transcript.turn_start)
 
     def close_turn(self, transcript: Transcript) -> None:
         """Parses the finished turn into a step and adds it.
 
-        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
+        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer. After a
+        last turn (`Transcript.is_last_turn`) it is finished.
         """
         text = self.turn_text.read(transcript)
         # By the stop token, or with a text that is whole by the protocol's rule, such as at a stop string. Else a limit
@@ -147,6 +153,8 @@ class Layout:
             transcript.finish = ANSWERED
         elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
+        elif transcript.is_last_turn:
+            transcript.finish = SEARCHING
         elif len(searching_steps) < self.lengths.max_hops:
             transcript.pending = step.searches
         else:
@@ -157,13 +165,14 @@ class Layout:
     def _close_cut_off(self, transcript: Transcript, text: str) -> None:
         """Closes a turn that a limit cut off: forces an answer after its text, or ends the episode as CUT_OFF.
 
-        An answer can be forced if the model has not begun to write one, see `Protocol.cut_off_heading`.
+        An answer can be forced if the model has not begun to write one (`Protocol.cut_off_heading`), and not after a
+        last turn.
         """
         step = self.protocol.parse(text, transcript.steps)
         # Faults of an unfinished text mean nothing, so TURN_CUT_OFF takes their place.
         step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
         heading = self.protocol.cut_off_heading(text, transcript.steps)
-        if heading is not None:
+        if heading is not None and not transcript.is_last_turn:
             self._begin_answer(transcript, step, heading=heading)
             return
         transcript.finish = CUT_OFF
@@ -190,7 +199,7 @@ class Layout:
             transcript.finish = ANSWERED
         transcript.closed_forced_step = forced_step
         transcript.forced_step = None
-        transcript.add_step(Step(forced_step.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
+        transcript.add_step(replace(forced_step, answer=answer, faults=tuple(dict.fromkeys(faults))))
 
     def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
         """Returns the fault of an answer that was copied from the worked example; nothing otherwise.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.core import bars
-from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
+from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import NO_SPANS, Spans
@@ -34,7 +34,7 @@ from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch
 from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Listener, Sequence
 from r3lite.rollout.uniforms import Uniforms
-from r3lite.settings.rollout import DRAFTING_ROWS
+from r3lite.settings.rollout import DRAFTING_SEQUENCES
 
 
 @dataclass
@@ -142,6 +142,7 @@ class Engine:
                     for sequence, documents in fetcher.fetch(retrieving):
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
+                lines.update(len(sequences) - len(unfinished))
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
                 scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
                 # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
@@ -200,9 +201,6 @@ class Engine:
         """Reads the step of a turn that is over, which may end the episode."""
         sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
-        if sequence.pending and not sequence.may_search:
-            sequence.pending = ()
-            sequence.finish = SEARCHING
         # If it is not, it still gets its documents, or a forced answer in the next turn.
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
@@ -274,7 +272,7 @@ class Engine:
         drafts: list[list[int]] = []
         # The limit is one of sequences. Those that share a row share its draft, but each needs its own logits, and the
         # memory plan has them for so many sequences.
-        if decoder.drafter and sum(map(len, rows)) <= DRAFTING_ROWS:
+        if decoder.drafter and sum(map(len, rows)) <= DRAFTING_SEQUENCES:
             limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
             drafts = decoder.drafter.propose(firsts, limits)
         if any(drafts):

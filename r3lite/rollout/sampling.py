@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.settings.rollout import is_greedy
+from r3lite.settings.rollout import TRUNCATED_ROWS, is_greedy
 
 BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's vocabularies are multiples of it
 BELOW_ONE = math.nextafter(1.0, 0.0)  # the largest number below 1: in float64 x * BELOW_ONE < x for every normal x > 0
@@ -43,9 +43,22 @@ class Sampler:
         if greedy:
             tokens = logits.argmax(-1, keepdim=True)
         else:
-            tokens = _inverse_cdf(self._truncate(probs), uniforms)
+            tokens = self._draw(probs, uniforms)
         logprobs = probs.gather(-1, tokens).log()
         return tokens[:, 0], logprobs[:, 0]
+
+    def _draw(self, probs: Tensor, uniforms: list[float]) -> Tensor:
+        """Returns a token [B, 1] of each row of probabilities [B, V], drawn from those that are not excluded.
+
+        Truncation sorts few rows at a time: a sort takes several times the memory of the probabilities.
+        """
+        if self.top_k == 0 and self.top_p == 1:
+            return _inverse_cdf(probs, uniforms)
+        tokens = []
+        for start in range(0, len(uniforms), TRUNCATED_ROWS):
+            rows = slice(start, start + TRUNCATED_ROWS)
+            tokens.append(_inverse_cdf(self._truncate(probs[rows]), uniforms[rows]))
+        return torch.cat(tokens)
 
     def _truncate(self, probs: Tensor) -> Tensor:
         """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row one is above 0.

@@ -5,9 +5,9 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from r3lite.rollout.sequence import Sequence
-from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_SEQUENCES, MOST_DRAFTED
 
-SAMPLED_TOGETHER = DRAFTING_ROWS + MOST_DRAFTED  # tokens of shared rows, for which logits are copied
+SAMPLED_TOGETHER = DRAFTING_SEQUENCES + MOST_DRAFTED  # tokens of shared rows, for which logits are copied
 
 
 class SampledToken(NamedTuple):

@@ -48,7 +48,7 @@ class AdapterFiles:
     @staticmethod
     def read(folder: Path) -> "AdapterFiles":
         """Returns the files of an adapter's folder."""
-        config = (folder / lora.CONFIG).read_bytes()
+        config = (folder / lora.ADAPTER_CONFIG).read_bytes()
         weights = (folder / lora.WEIGHTS).read_bytes()
         return AdapterFiles(config + b"\0" + weights)
 
@@ -65,7 +65,7 @@ class AdapterFiles:
         if not zero:
             raise InvalidRecord("the adapter is not two files with a zero byte between", code="wire-adapter")
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((lora.CONFIG, config), (lora.WEIGHTS, weights)):
+        for name, content in ((lora.ADAPTER_CONFIG, config), (lora.WEIGHTS, weights)):
             part = folder / f".{name}.{threading.get_ident()}{PART}"
             part.write_bytes(content)
             move(part, folder / name)

@@ -423,6 +423,8 @@ class PlanSettings(Section):
 class CardSettings(Section):
     """Card."""
 
+    # The device of a preset, such as the CPU of `tiny`, is that of a run on this machine.
+    implied: ClassVar = {"card": {ANY: {"device": "cuda"}}}
     needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 
     card: Basic[str | None] = None

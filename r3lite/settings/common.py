@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
-from r3lite.core.config import Basic, Bounds, Free, Frozen, Origin, Section, UsageError, sections
+from r3lite.core.config import Basic, Bounds, Free, Frozen, OfRun, Origin, Section, UsageError, sections
 from r3lite.core.needs import NeedsOthers, check_used
 from r3lite.settings.conditions import writes_file
 
@@ -25,7 +25,7 @@ class Common(Section):
     needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
 
     # Free, as its values have become those of the other settings.
-    preset: Basic[Free[str]] = "laptop-4gb"
+    preset: Basic[Free[OfRun[str]]] = "laptop-4gb"
     """built-in set of defaults: hop-weighted, hotpotqa, laptop-4gb, laptop-4gb-1.5b, laptop-4gb-3b, r-search,
     r-search-dag, r3-rag, search-bonus, search-r1, solution or tiny"""
     config: Basic[Free[str | None]] = None

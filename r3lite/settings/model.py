@@ -17,10 +17,11 @@ from r3lite.core.config import (
     Section,
     Whole,
 )
+from r3lite.core.inherited import no_adapter
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import trains, tunes_adapter
 
-ADAPTER = InputPath("run", "Pass a run folder, or the adapter/ in it.")
+ADAPTER = InputPath("run", "Pass a run folder, or the adapter/ in it.", fault=no_adapter)
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -97,7 +98,7 @@ class MemorySettings(Section):
     # Four are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.
     vram_budget: Basic[Annotated[Free[str | None], Alias("memory_budget")]] = None
-    """maximum memory, such as 4GiB or 1300MiB. Default: 4GiB, or less if less is free on the device"""
+    """maximum memory, such as 1300MiB (default: 4GiB). The default is less if less is free on the device"""
     quantize: Basic[Free[Literal["auto", "none", "nf4"]]] = "auto"
     """4-bit base; auto: if it does not fit without. This is QLoRA (arXiv 2305.14314)"""
     nf4_cache: Free[str | None] = CACHE

@@ -259,7 +259,8 @@ class IndexSettings(EncoderSettings):
     )
 
     documents: Basic[Annotated[str | None, DOCUMENTS]] = None
-    """folder of your own documents: text, JSON, JSONL, CSV, TSV, Python; with extra documents Markdown, HTML, PDF"""
+    """folder of your own documents, and its subfolders: text, JSON, JSONL, CSV, TSV, Python; with extra documents
+    Markdown, HTML, PDF"""
     corpus: Basic[Annotated[tuple[str, ...] | None, PASSAGES]] = None
     """instead of --documents, a JSONL file of passages (id, title, text), or several, A.jsonl,B.jsonl, for one index"""
     add: Basic[Annotated[str | None, ADDITION]] = None

@@ -34,7 +34,8 @@ class Schedule(Section):
     """optimizer steps, or rounds in RL. A round samples episodes and learns from them. The learning-rate schedule spans
     them"""
     epochs: Basic[Positive] = 1.0
-    """passes over the data, without --max-steps. Overrides max_steps from the defaults, preset or file"""
+    """passes over the data; replaces --max-steps. This is that of the defaults, preset or file: both flags together are
+    an error"""
     save_every: Basic[Free[Whole]] = 50
     """steps between checkpoints; 0: only at the end"""
     keep_checkpoints: Free[Count] = 2

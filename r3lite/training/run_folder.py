@@ -18,6 +18,7 @@ from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import (
     folder_fingerprint,
+    load_toml,
     names_in,
     similar_path,
     sole_writer,
@@ -147,7 +148,7 @@ class RunFolder:
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
             remedy = "It is not the folder of a run that can be continued: pass another --output."
-            if CONFIG in names:
+            if CONFIG in names and self.command in load_toml(self.output / CONFIG):
                 remedy = "Pass --resume auto to continue the run in it, or another --output."
             raise R3LiteError(
                 f"{self.output} exists and is not an empty folder: it holds {min(names)}",

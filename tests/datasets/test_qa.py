@@ -210,7 +210,7 @@ def test_a_cut_array_is_never_taken_for_a_whole_one(tmp_path):
 
 
 def test_a_file_without_questions_is_refused(tmp_path):
-    with raises(R3LiteError, "no-usable-questions"):
+    with raises(R3LiteError, "no-rows"):
         read_questions(write(tmp_path / "a.json", [], array=True))
 
 
@@ -339,7 +339,10 @@ def test_a_table_gives_ids_and_leaves_out_empty_cells(tmp_path):
         ("q.csv", b"question,answer,answer\nWho?,a,b\n", "column-twice", ["2 columns named answer"]),
         ("q.csv", b"question,answer\nWho?,\xfc\n", "file-unreadable", ["CSV in UTF-8"]),
         ("q.csv", b'question,answer\n"Who?,a\n', "not-a-table", ["q.csv is not a table"]),
-        ("q.csv", b"", "no-usable-questions", []),
+        ("q.csv", b"", "no-rows", ["q.csv is empty: it has no row below the line with the names of the columns"]),
+        ("q.csv", b"question,answer\n", "no-rows", ["no row below the line with the names"]),
+        ("q.jsonl", b"\n", "no-rows", ["q.jsonl is empty: it has no row"]),
+        ("q.jsonl", b'{"question": "Who?", "answer": "Ann", "answerable": false}\n', "no-usable-questions", []),
         ("q.txt", b"question,answer\nWho?,Ann\n", "data-format-unknown", ["q.txt is neither JSON", ".csv or .tsv"]),
         ("q.xlsx", b"PK\x03\x04", "data-format-unknown", ["Save it as CSV"]),
     ],
@@ -357,3 +360,4 @@ def test_a_table_whose_columns_are_named_is_not_told_to_name_them(tmp_path):
     with raises(R3LiteError, "bad-record", "row 1: no answer") as error:
         read_questions(tmp_path / "q.csv")
     assert "must name the columns" not in str(error.value)
+    assert "Empty in this row: answer. Fix or remove the row" in error.value.remedy

@@ -168,7 +168,7 @@ def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, to
         ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user message"),
         ("chat", [ROWS["chat"] | {"tools": [{"name": "rate"}]}], "line 1: has tools, which only sft supports"),
         ("chat", [ROWS["chat"]] * 2, "the source mine: duplicate id '1'"),
-        ("chat", [], "has no usable row"),
+        ("chat", [], "is empty: it has no row"),
         ("function_calling", [ROWS["chat"]], "line 1: no message of the assistant calls a function"),
     ],
 )

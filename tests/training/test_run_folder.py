@@ -49,9 +49,11 @@ def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path)
         with raises(R3LiteError, "output-not-empty", "notes.md") as error:
             RunFolder("sft", with_values(config, {"resume": resume}), "unused")
         assert "--resume auto" not in str(error.value)  # no run is there
-    (tmp_path / "out" / "config.toml").write_text("[sft]\n")
-    with raises(R3LiteError, "output-not-empty", "--resume auto"):
-        RunFolder("sft", config, "unused")
+    for table, is_continued in (("[sft]\n", True), ("[evaluate]\n", False)):  # of this command, and of another
+        (tmp_path / "out" / "config.toml").write_text(table)
+        with raises(R3LiteError, "output-not-empty") as error:
+            RunFolder("sft", config, "unused")
+        assert ("Pass --resume auto" in error.value.remedy) == is_continued
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
