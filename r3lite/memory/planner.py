@@ -487,8 +487,8 @@ def _sample(w: Workload, memory: Memory) -> Parts:
         row_sampling += logits
     sampling = rows * row_sampling
     if w.draft_tokens:
-        # A token is sampled after each place: the last token of a sequence, and each of its drafted ones. Sequences that
-        # share a row get a copy of its logits, so that these count twice.
+        # A token is sampled after each place: the last token of a sequence, and each of its drafted ones. Sequences
+        # that share a row get a copy of its logits, so that logits count twice.
         drafting = min(rows, DRAFTING_SEQUENCES)
         places = drafting + min(drafting * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, places * (logits + row_sampling))

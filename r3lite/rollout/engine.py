@@ -21,7 +21,7 @@ from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.hooks import explain_overflow
+from r3lite.models.hooks import overflow_error
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
@@ -311,7 +311,7 @@ class Engine:
     def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """Appends a sampled token to a sequence; returns False if the sequence failed, as its logits are not finite."""
         if math.isnan(sampled.logprob):
-            error = self._explain_overflow(sequence)
+            error = overflow_error(self.model, sequence.tokens, sequence.question.id)
             self._fail(sequence, error)  # raises; a LaneEngine (lanes.py) marks the sequence and goes on
             return False
         sequence.stream.drop()  # the number by which the token was sampled: `SamplingBatch.uniforms` only looks ahead
@@ -326,17 +326,6 @@ class Engine:
         `lanes.LaneEngine` overrides this: it ends this sequence alone, and returns.
         """
         raise error
-
-    def _explain_overflow(self, sequence: Sequence) -> NotFinite:
-        """Returns an error that names the layer whose numbers are the first that are not finite."""
-        tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
-        where = explain_overflow(self.model, lambda: self.model(tokens))
-        remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
-        return NotFinite(
-            f"question {sequence.question.id}: the model's logits are not finite: {where}",
-            remedy,
-            code="logits-not-finite",
-        )
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream.
