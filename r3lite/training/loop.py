@@ -86,8 +86,7 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A run that collapses may go back to step 0, so this step needs a checkpoint. `run.save` would write
-                # none: nothing was trained yet.
+                # A collapse may go back to step 0, which `run.save` would not write: nothing was trained yet.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
