@@ -36,9 +36,7 @@ LONGEST_MATCH = 8  # a longer match counts as one of this length
 # The unit of time is that of reading all weights once. A pass takes 1 + ROW_COST * rows + TOKEN_COST * drafted tokens.
 ROW_COST = 0.1
 TOKEN_COST = 0.06
-CARD_TOKEN_COST = (
-    0.01  # TOKEN_COST on a card, where computing a token takes little beside reading or copying the weights
-)
+CARD_TOKEN_COST = 0.01  # TOKEN_COST on a card, where computing a token takes little beside reading the weights
 PASS_COST = 0.1  # what a pass with drafts takes in addition, however many tokens they have
 MARGIN = 1.25  # what drafts must bring, divided by what they cost
 # A prior: the share of drafted tokens that is expected to be accepted, by the length of the match. It counts as if
