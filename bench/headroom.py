@@ -25,7 +25,7 @@ from bench import records
 from bench.headroom_numbers import Answer, GradientSums, Row, gradient_summary, summary, tables
 from bench.recipe_settings import name_of
 from r3lite.assembly import reinforcement, rl_setup
-from r3lite.assembly.rl_round import run_on_ranks
+from r3lite.assembly.rl_round import sample_on_ranks
 from r3lite.assembly.validation import greedy
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.config import check_required, flag, sections
@@ -177,10 +177,10 @@ def sample_all(
     failures = 0
     for start in range(0, len(questions), config.rl.batch_size):
         block = list(questions[start : start + config.rl.batch_size])
-        best = run_on_ranks(greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve)
+        best = sample_on_ranks(greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve)
         repeated = [question for question in block for _ in range(count)]
         seeds = [f"{config.common.seed}/headroom/{start + i // count}/{i % count}" for i in range(len(repeated))]
-        samples = run_on_ranks(engine, ALONE, engine.run, repeated, seeds, retrieve)
+        samples = sample_on_ranks(engine, ALONE, engine.run, repeated, seeds, retrieve)
         for i, question in enumerate(block):
             group = samples[i * count : (i + 1) * count]
             answers = [answer_of(sequence.episode()) for sequence in group]

@@ -224,6 +224,49 @@ def test_the_plan_has_room_for_adapters_of_several_shapes(tmp_path):
     assert sizes[0] == sizes[1] and files < sizes[0] < 4 * files
 
 
+def test_the_plan_has_a_cache_and_graphs_for_every_adapter(adapters):
+    """One row of each adapter at least, and a pool of graphs for each."""
+    from r3lite.assembly.answering_live import LiveAnswers, plan_lanes
+    from r3lite.memory import planner
+
+    def phase(names, rows):
+        plan = plan_lanes(config("--retriever", "none", "--adapters", names, "--rollout-batch-size", rows))
+        sampling = planner.phases(replace(plan.workload, on_cuda=True), plan.memory)["sample"]
+        return plan.workload.lane_rows(plan.memory.rollout_batch_size), sampling
+
+    one_lane_rows, one_lane = phase(adapters.split(",")[0], "2")
+    lane_rows, three_lanes = phase(f"{adapters},base", "8")
+    assert (one_lane_rows, lane_rows) == (2, 2)
+    assert three_lanes["graph pools"] == 3 * one_lane["graph pools"]
+    assert 2.5 * one_lane["KV cache"] < three_lanes["KV cache"] <= 3 * one_lane["KV cache"]
+    assert phase(f"{adapters},base", "2")[0] == 1
+    argv = ["--retriever", "none", "--adapters", f"{adapters},base", "--dtype", "fp32", "--rollout-batch-size", "2"]
+    answering = LiveAnswers(config(*argv), lambda pairs: [[] for _ in pairs])
+    assert answering.rows == 1
+    answering.close()
+
+
+def test_passes_over_every_number_of_rows_are_run_before_someone_waits(adapters, monkeypatch):
+    """With every adapter: each has graphs of its own."""
+    from r3lite.assembly.answering_live import LiveAnswers
+    from r3lite.rollout.lanes import LaneEngine
+
+    running = {}
+
+    class WatchedEngine(LaneEngine):
+        def _decode(self, scheduler, decoder):
+            running.setdefault(id(scheduler), set()).add(len(scheduler.running_rows))
+            return super()._decode(scheduler, decoder)
+
+    monkeypatch.setattr("r3lite.assembly.answering_live.LaneEngine", WatchedEngine)
+    argv = ["--retriever", "none", "--adapters", f"{adapters},base", "--dtype", "fp32", "--rollout-batch-size", "9"]
+    answering = LiveAnswers(config(*argv), lambda pairs: [[] for _ in pairs])
+    answering.warm_up()
+    assert len(running) == 3
+    assert all(counts >= {1, 2, 3} for counts in running.values())
+    answering.close()
+
+
 def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is_room(adapters):
     from r3lite.assembly.answering_live import LiveAnswers
     from r3lite.serving.asks import Ask
@@ -244,6 +287,9 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
     long = ({"role": "user", "content": "first" + " and so on" * 60}, *earlier[2:])
     cut = prompt(answering, Ask("third", "chat", "base", long))
     assert "first" not in cut and "second\nassistant\n2nd\nuser\nthird" in cut
+    # Two questions in a row: what remains begins with a question all the same.
+    twice = ({"role": "user", "content": "before"}, *long)
+    assert prompt(answering, Ask("third", "chat", "base", twice)) == cut
     wanted = [Ask("x", "chat", "base", temperature=0.5, top_p=0.9, top_k=k) for k in (7, -1, None)]
     samplers = [answering.prepare(ask, None).transcript.sampler for ask in wanted]
     assert [(s.temperature, s.top_p, s.top_k) for s in samplers] == [(0.5, 0.9, k) for k in (7, 0, 0)]

@@ -20,7 +20,14 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.settings import AnsweringConfig, AskConfig, JudgeSettings, SamplingConfig, ServeConfig
+from r3lite.settings import (
+    AnsweringConfig,
+    AskConfig,
+    JudgeSettings,
+    RolloutWorkerConfig,
+    SamplingConfig,
+    ServeConfig,
+)
 from r3lite.training.earlier_run import result_of_run
 
 QUESTIONS_OF_DRY_RUN = 1000  # without --limit: a dry run does not count the questions
@@ -68,14 +75,21 @@ def build_engine(
     )
 
 
-def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | None = None) -> Plan:
+def plan_memory(
+    config: SamplingConfig | RolloutWorkerConfig,
+    questions: int,
+    judge: JudgeSettings | None = None,
+) -> Plan:
     """Returns the memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
+    # A rollout worker samples from all tokens, as RL does.
+    truncates = isinstance(config, SamplingConfig) and config.truncation.truncates
     workload = evaluate_workload(
         model=config.model,
         lengths=config.lengths,
         retrieval=config.retrieval,
         questions=questions,
         draft_tokens=config.sampling.draft_tokens,
+        truncates=truncates,
         judge=judge,
     )
     return make_plan(workload, config.memory, config.sampling)

@@ -36,8 +36,8 @@ from r3lite.serving.telling import Growing
 from r3lite.settings import ServeConfig
 from r3lite.training.earlier_run import settings_of
 
-PLAIN = "plain"  # the layout of a chat without steps
-RAG = "rag"  # the layout of one search and a short answer, in a chat without steps
+PLAIN = "plain"  # the layout of a chat, with an adapter that has not learned steps
+RAG = "rag"  # the layout of one search and a short answer, with an adapter that has not learned steps
 BASE = "base"  # the name of the bare base among the adapters
 EXAMPLES = 3  # questions that the page offers
 ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else is said
@@ -115,21 +115,25 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
 def plan_lanes(config: ServeConfig) -> Plan:
     """Returns the memory plan of answering ROWS questions at a time with all adapters.
 
-    Every adapter counts with the highest rank and the projections of any, so adapters of several shapes take less.
+    Every adapter counts with the highest rank and the projections of any, so adapters of several shapes take less. A
+    request may set its own temperature, top-k and top-p.
     """
-    folders = [folder for folder in adapters_of(config).values() if folder]
+    names = adapters_of(config)
+    folders = [folder for folder in names.values() if folder]
     workload = evaluate_workload(
         model=replace(config.model, adapter=folders[0] if folders else None),
         lengths=config.lengths,
         retrieval=config.retrieval,
         questions=config.sampling.rollout_batch_size or ROWS,
         draft_tokens=config.sampling.draft_tokens,
+        truncates=True,
     )
     adapters = [adapter for folder in folders if (adapter := lora.read_adapter_config(folder))]
     if adapters:
         targets = dict.fromkeys(name for adapter in adapters for name in adapter.targets)
         workload = replace(workload, lora_r=max(adapter.r for adapter in adapters), targets=tuple(targets))
-    return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
+    workload = replace(workload, adapters=len(folders), lanes=len(names), own_samplers=True)
+    return make_plan(workload, config.memory, config.sampling)
 
 
 def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
@@ -144,6 +148,7 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
             opening=plain,
         ),
     }
+    # In chat the answer is forced at once. In a mode that does not retrieve, it is forced at the first query.
     for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
         max_hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
         layouts[mode] = Layout(
@@ -208,7 +213,7 @@ class LiveAnswers:
             layouts=self.layouts,
             draft_tokens=config.sampling.draft_tokens,
         )
-        self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
+        self.rows = plan.workload.lane_rows(loaded.grant.memory.rollout_batch_size)
         documents = name_of_documents(config) if self.searches else None
         self.about = {
             "model": Path(config.model.model).name,
@@ -257,17 +262,16 @@ class LiveAnswers:
         sequence.listener.step(sequence)
 
     def warm_up(self) -> None:
-        """Answers as many questions as there are rows, with at most 1, 2, 3, ... tokens: one ends after each iteration,
-        so that passes over every number of rows are run.
+        """Answers with every adapter as many questions as it has rows, with at most 1, 2, 3, ... tokens: one ends after
+        each iteration, so that passes over every number of rows are run.
 
         What a device prepares for a size takes time, and memory: it is done here, before someone waits.
         """
-        mode = "chat"
-        if "reasoning" in self.modes:
-            mode = "reasoning"
-        for max_tokens in range(1, self.rows + 1):
-            ask = Ask("Hello", mode, self.modes[mode], max_tokens=max_tokens)
-            self.join(self.prepare(ask, None))
+        for adapter in self.adapters:
+            mode = "reasoning" if adapter in self.in_steps else "chat"
+            for max_tokens in range(1, self.rows + 1):
+                ask = Ask("Hello", mode, adapter, max_tokens=max_tokens)
+                self.join(self.prepare(ask, None))
         while self.growing:
             self.iterate()
 
@@ -305,8 +309,11 @@ class LiveAnswers:
 
     @property
     def learned_modes(self) -> list[str]:
-        """The modes that `auto` chooses from: all but reasoning if its adapter has learned to search and cannot do so
-        there, where it would guess."""
+        """The modes that `auto` chooses from.
+
+        Reasoning is left out if the server can search, but not in this mode: its adapter has learned to search, and
+        would guess.
+        """
         if not self._reasons_as_learned():
             return [mode for mode in self.modes if mode != "reasoning"]
         return list(self.modes)
@@ -344,10 +351,12 @@ class LiveAnswers:
         has_learned_steps = ask.adapter in self.in_steps
         if ask.mode == "search" and not has_learned_steps:
             return RAG
-        is_plain = not has_learned_steps
-        if ask.mode == "chat" and self.config.modes.chat_style != "auto":
-            is_plain = self.config.modes.chat_style == "plain"
-        return PLAIN if is_plain else ask.mode
+        style = "auto"
+        if ask.mode == "chat":
+            style = self.config.modes.chat_style
+        if style == "plain" or (style == "auto" and not has_learned_steps):
+            return PLAIN
+        return ask.mode
 
     def _sampler(self, ask: Ask) -> Sampler:
         """Returns the sampler of the settings, with what the ask sets itself."""
@@ -365,6 +374,7 @@ class LiveAnswers:
     def _earlier(self, ask: Ask, layout_name: str, procedure: str) -> tuple[Message, ...]:
         """Returns the earlier messages that are given to the model: the last ones, which leave half of an episode free.
 
+        If some are left out, the conversation begins with a message of the user, as chat templates expect.
         A step format has its own system message; one of the client's is for plain chats.
         """
         layout = self.layouts[layout_name]
@@ -376,7 +386,9 @@ class LiveAnswers:
             turns = tuple(message for message in ask.earlier if message["role"] != "system")
         limit = layout.lengths.max_length // 2
         while turns and len(layout.prompt(ask.text, system + turns, procedure)) > limit:
-            turns = turns[2:]
+            turns = turns[1:]
+            while turns and turns[0]["role"] != "user":
+                turns = turns[1:]
         return system + turns
 
     def _lanes(self) -> Lanes:

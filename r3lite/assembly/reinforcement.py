@@ -51,7 +51,7 @@ class RLTrainer:
 
     config: PpoConfig
     total: int  # rounds of the whole run
-    sampler: RoundSampler
+    round_sampler: RoundSampler
     learner: Learner
     state: TrainState
     guard: Guard
@@ -62,31 +62,33 @@ class RLTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one round; returns its metrics, and the number of tokens of its episodes."""
         watch = Stopwatch(self.spans)
-        # The collapse guard compares the rewards of rounds. After a change of their weights it must begin anew.
+        # The guard compares the rewards of rounds. If the weights of the rewards change, it must begin anew.
         if weights_change_at(self.config.reward, number):
             self.guard.forget_rewards()
-        sampled = self.sampler.sample(number, watch)
-        if self.sampler.ranks.first:
+        sampled = self.round_sampler.sample(number, watch)
+        if self.round_sampler.ranks.first:
             append_jsonl(self.episodes_file, sampled.records(number))
         record = sampled.metrics()
-        # After a rollback the guard may ask for a larger weight of the KL, and the KL budget must not judge an update
-        # that the rollback has removed.
-        self.learner.algorithm.kl.scale = self.guard.kl_scale
+        self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
+            # From the number of rollbacks the budget sees if its last update was undone: then it must not judge it.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
-        if self.sampler.judge:
-            record |= self.sampler.judge.counts()
+        if self.round_sampler.judge:
+            record |= self.round_sampler.judge.counts()
         record |= watch.laps
-        # Not empty in one round only, the last of the guard's first rounds.
-        first_rounds = self.guard.first_rounds(record)
-        if first_rounds:
-            rl_setup.warn_of_no_reward(self.config, first_rounds)
+        # Once in a run, when the first rounds are over, the guard returns their numbers; in all other rounds, nothing.
+        numbers_of_first_rounds = self.guard.first_rounds(record)
+        if numbers_of_first_rounds:
+            rl_setup.warn_of_no_reward(self.config, numbers_of_first_rounds)
         return record, sampled.token_count
 
     def _learn(self, number: int, sampled: Round, watch: Stopwatch) -> dict[str, float]:
-        """Takes the optimizer steps of a round and returns their metrics; none if no episode is to be learned from: all
-        rewards are missing, or no group was left after the refill."""
+        """Takes the optimizer steps of a round and returns their metrics.
+
+        There are none if no episode is to be learned from: if all rewards are missing, or if all groups lack variance
+        after the refill.
+        """
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:
             return {}
@@ -100,8 +102,8 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        add_teacher = None  # a cached teacher runs no model
-        if isinstance(self.teacher, teacher.TeacherInTurns):
+        add_teacher = None
+        if isinstance(self.teacher, teacher.TeacherInTurns):  # other teachers read a file and run no model
             add_teacher = self.teacher.batch
         rl_setup.rehearse(self.learner, add_teacher)
 
@@ -130,12 +132,12 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             spans=trainer.spans,
             penalizes_kl=config.rl.kl_beta > 0,
         )
-        with closing(trainer.sampler.engine):
+        with closing(trainer.round_sampler.engine):
             completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
         if completed and ranks.first:
             outcome = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             adapter = run.output / "adapter"
-            answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.sampler.judge)}"
+            answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.round_sampler.judge)}"
             print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
 
 
@@ -180,7 +182,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     )
     teacher_model = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
     sampler_type = AnswerSampler if config.rl.learn == "answer" else RoundSampler
-    sampler = sampler_type(
+    round_sampler = sampler_type(
         config=config,
         questions=questions,
         engine=engine,
@@ -193,8 +195,8 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     if config.remote.rollout_server:
         from r3lite.assembly import remote_rollouts
 
-        sampler = remote_rollouts.build_remote_sampler(
-            sampler,
+        round_sampler = remote_rollouts.build_remote_sampler(
+            round_sampler,
             local=engine,
             learner=learner,
             state=state,
@@ -204,7 +206,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     trainer = RLTrainer(
         config=config,
         total=config.rounds(len(questions)),
-        sampler=sampler,
+        round_sampler=round_sampler,
         learner=learner,
         state=state,
         guard=guard,
@@ -273,9 +275,8 @@ def check_searches(config: PpoConfig) -> None:
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
-    # --max-hops limits the searches only if a step has one query at most. Formats whose searches name their kinds of
-    # source, such as `dag`, have a whole graph of searches in one step.
-    one_query = all(protocol.most_queries == 1 and not protocol.names_sources for protocol in protocols_in_use)
+    # --max-hops limits the steps that search: it limits the searches only if each step has one at most.
+    one_query = all(protocol.most_queries == 1 and not protocol.searches_by_graph for protocol in protocols_in_use)
     searches = config.reward.least_searches
     if one_query and searches > config.lengths.max_hops:
         raise UsageError(

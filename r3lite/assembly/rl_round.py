@@ -41,7 +41,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Round:
-    """The episodes of a round, in lists of one length.
+    """The episodes of a round, in lists of equal length.
 
     The new episodes of expansions and refills stand behind those that were sampled first.
     """
@@ -113,7 +113,7 @@ class Round:
         return dict(zip(self.groups, ids, strict=True))
 
     def rewarded_rollouts(self, failed_below: float | None = None) -> list[tuple[Rollout, EpisodeReward]]:
-        """Returns the sampled episodes to learn from as numbers, with their rewards.
+        """Returns the sampled episodes to learn from, as `Rollout`s, with their rewards.
 
         Episodes without a reward are left out: a missing reward is not 0. For `failed_below` see EpisodeReward.failed.
         """
@@ -152,7 +152,8 @@ def to_rollout(
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
     for step_end, step_reward in zip(sequence.step_ends, reward.by_step, strict=True):
-        if sequence.action_mask[step_end]:  # with --learn answer only the last step was sampled, and is rewarded
+        # False only with --learn answer, which rewards the last step alone: the model did not sample the others again.
+        if sequence.action_mask[step_end]:
             token_rewards.append((step_end, step_reward))
     return Rollout(
         record=sequence,
@@ -173,7 +174,10 @@ class RolloutEngine(Protocol):
     grant: Grant
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
-        """Prepares the engine for a round, whose episodes are sampled with the weights that the policy has then."""
+        """Prepares the engine for a round. Its episodes are sampled with the weights that the policy has now.
+
+        With --max-staleness they may be sampled already, with the weights before the last update.
+        """
 
     def run(
         self,
@@ -200,9 +204,9 @@ class RolloutEngine(Protocol):
 
 @dataclass
 class RoundSampler:
-    """Samples rounds with the current weights.
+    """Samples rounds.
 
-    A round depends on the weights, the seed, its number and the replay buffer.
+    A round depends on the seed, its number, the replay buffer and the policy's weights (see RolloutEngine.begin_round).
     """
 
     config: PpoConfig
@@ -239,6 +243,7 @@ class RoundSampler:
     def run_stages(self, number: int, watch: Stopwatch) -> Round:
         """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
+        # One question for each episode: each question stands num_generations times in a row.
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:
@@ -264,15 +269,12 @@ class RoundSampler:
             this_round = this_round.with_metrics(self.cache.metrics())
         return this_round
 
-    def sample_episodes(self, run: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
-        """Returns the sequences of `run(starts, seeds, retrieve)`, which the ranks divide; see `run_on_ranks`.
-
-        `starts` are questions, or what else the engine's method `run` takes first.
-        """
-        return run_on_ranks(
+    def sample_episodes(self, sample: Callable, starts: list, seeds: list[str]) -> list[Sequence]:
+        """Returns the sequences of `sample(starts, seeds, retrieve)`, which the ranks divide; see `sample_on_ranks`."""
+        return sample_on_ranks(
             self.engine,
             self.ranks,
-            run=run,
+            sample=sample,
             starts=starts,
             seeds=seeds,
             retrieve=self.retrieve,
@@ -308,25 +310,24 @@ class RoundSampler:
         starts = []
         seeds = []
         groups = []
+        copied_tokens = 0  # action tokens of the origins that the new episodes begin with
         for expansion in expansions:
-            origin = expansion.origin
-            starts.append((this_round.sequences[origin], expansion.steps))
-            seeds.append(f"{self.config.common.seed}/expand {number}/{origin}")
-            groups.append(this_round.groups[origin])
-        sequences = self.sample_episodes(self.engine.continue_from, starts, seeds)
-        new = self.score(number, sequences, groups)
+            origin = this_round.sequences[expansion.origin]
+            starts.append((origin, expansion.steps))
+            seeds.append(f"{self.config.common.seed}/expand {number}/{expansion.origin}")
+            groups.append(this_round.groups[expansion.origin])
+            last_end = origin.step_ends[expansion.steps - 1]
+            copied_tokens += sum(origin.action_mask[: last_end + 1])
+        new_sequences = self.sample_episodes(self.engine.continue_from, starts, seeds)
+        new = self.score(number, new_sequences, groups)
         appended = this_round.appended(new)
-        shared_tokens = 0
-        for sequence, steps in starts:
-            last_end = sequence.step_ends[steps - 1]
-            shared_tokens += sum(sequence.action_mask[: last_end + 1])
-        action_tokens = sum(sum(sequence.action_mask) for sequence in sequences)
+        action_tokens = sum(sum(sequence.action_mask) for sequence in new_sequences)
         solved = sum(reward is not None and reward.right for reward in new.rewards)
         metrics = {
-            "expand/episodes": len(sequences),
+            "expand/episodes": len(new_sequences),
             "expand/solved": solved,
-            "expand/shared_tokens": shared_tokens,  # action tokens that were copied from the origins
-            "expand/new_tokens": action_tokens - shared_tokens,
+            "expand/shared_tokens": copied_tokens,
+            "expand/new_tokens": action_tokens - copied_tokens,
             "expand/zero_std_before": _share_without_variance(this_round.signals()),
             "expand/zero_std_after": _share_without_variance(appended.signals()),
         }
@@ -362,17 +363,18 @@ class RoundSampler:
         return replace(this_round, learned_groups=learned_groups).with_metrics(metrics)
 
 
-def run_on_ranks(
+def sample_on_ranks(
     engine: RolloutEngine,
     ranks: Ranks,
-    run: Callable,
+    sample: Callable,
     starts: list,
     seeds: list[str],
     retrieve: Retrieve,
 ) -> list[Sequence]:
-    """Returns the sequences of `run(starts, seeds, retrieve)`: each rank samples a part, and all get all of them.
+    """Returns the sequences of `sample(starts, seeds, retrieve)`: each rank samples a part, and all get all of them.
 
-    `run` is a method of the engine: `run` or `continue_from`, or `Engine.end_again` of an engine in this process.
+    `sample` is a method of the engine: `run`, `continue_from` or, of an engine in this process, `end_again`. `starts`
+    are its first argument: for `run` they are questions.
     """
     if not seeds:
         return []
@@ -381,7 +383,7 @@ def run_on_ranks(
     rank_starts = starts[first:stop]
     rank_seeds = seeds[first:stop]
     # "sample" is the phase: if memory runs out in it, fewer episodes are sampled at a time.
-    rank_sequences = engine.grant.run_within_memory("sample", run, rank_starts, rank_seeds, retrieve)
+    rank_sequences = engine.grant.run_within_memory("sample", sample, rank_starts, rank_seeds, retrieve)
     return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
 
 
@@ -398,8 +400,9 @@ class NearMiss:
 def choose_expansions(this_round: Round) -> list[Expansion]:
     """Returns an expansion of each near miss of a round, best first. It keeps all steps up to the last useful one.
 
-    The order: first near misses of groups without variance, then the others. Both take turns by group: first the best
-    near miss of every group, then every second best, and so on. The best has the most gold paragraphs.
+    Near misses of groups without variance come first, then those of the other groups. Within each of the two, groups
+    take turns: first comes the best near miss of each group, then the second best of each, and so on. The best one of a
+    group has the most gold paragraphs.
     """
     by_group: dict[int, list[NearMiss]] = {}
     for i, reward in enumerate(this_round.rewards):

@@ -88,10 +88,10 @@ class SFTTrainer:
         with self.spans.span("update", rows=len(rows)):
             # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
             with cast_once(self.policy.model, self.policy.precision.dtype):
-                rank_shares = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
-            norm, _ = self.state.update()  # waits for the device, and so for `rank_shares`
-        shares = sum_by_name(self.ranks.gather(rank_shares))  # of the mean loss, by source
-        record = means_by_source("loss", shares, count_loss_tokens(rows))
+                rank_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
+            norm, _ = self.state.update()  # waits for the device: only now `rank_parts` can be read
+        parts_of_loss = sum_by_name(self.ranks.gather(rank_parts))
+        record = means_by_source("loss", parts_of_loss, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
@@ -100,11 +100,11 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of the run's largest micro-batch, or of its largest step if there are several ranks.
+        """Computes the gradients of a step of the run's longest rows, and drops them.
 
-        They are dropped.
+        With one rank, it is the largest micro-batch of that step alone. Micro-batches of shorter rows may be fuller:
+        the memory plan has as many tokens as fit into one.
         """
-        # The longest rows of the run, as many as a step has: several ranks divide them, so that each one gets some.
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
             rows = max(self.micro_batches(rows), key=count_tokens)
@@ -118,9 +118,9 @@ class SFTTrainer:
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over all `rows` of a step, of which this rank runs a part.
 
-        Returns, by source, the share of this rank's rows in the mean loss: their summed loss, divided by the trained
-        tokens of all `rows`. The numbers are in host memory, but on a GPU they are valid only after the update: they
-        are copied without waiting, so that a step waits for the device only once, in `state.update`.
+        Returns, by source, the part of the mean loss that this rank's rows contribute: the parts of all sources and
+        ranks add up to it. From a GPU they are copied to the host without waiting. Read them only after `state.update`,
+        where a step waits for the device, once.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
@@ -130,14 +130,14 @@ class SFTTrainer:
             raise R3LiteError(
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
-        shares: dict[str, Tensor] = {}
+        parts_of_loss: dict[str, Tensor] = {}
         for micro_batch in micro_batches:
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
             source = micro_batch[0].source
-            shares[source] = shares.get(source, 0.0) + loss.detach()
-        return {source: share.to("cpu", non_blocking=True) for source, share in shares.items()}
+            parts_of_loss[source] = parts_of_loss.get(source, 0.0) + loss.detach()
+        return {source: part.to("cpu", non_blocking=True) for source, part in parts_of_loss.items()}
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss; in full fine-tuning it updates the weights instead, layer by layer."""
@@ -154,8 +154,10 @@ class SFTTrainer:
             ) from error
 
     def loss(self, rows: list[Row]) -> Tensor:
-        """Returns the summed cross-entropy [] of the rows' trained tokens, in nats; hidden state t - 1 predicts
-        token t."""
+        """Returns the sum of the cross-entropies of the rows' trained tokens, in nats, as a scalar tensor.
+
+        Hidden state t - 1 predicts token t.
+        """
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
@@ -189,14 +191,14 @@ class SFTTrainer:
         return micro_batches
 
     def validation_losses(self) -> dict[str, float]:
-        """Returns the mean cross-entropy over the trained tokens of all held-out rows, and that of each source's."""
+        """Returns the mean cross-entropy over all trained tokens of the held-out rows, and over each source's."""
         # "update" is the phase of passes over whole rows, with gradients or without.
         rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
         sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
-        shares = {source: loss / total for source, loss in sums.items()}
-        return means_by_source("eval_loss", shares, loss_tokens)
+        parts_of_loss = {source: loss / total for source, loss in sums.items()}
+        return means_by_source("eval_loss", parts_of_loss, loss_tokens)
 
     def held_out_losses(self) -> dict[str, float]:
         """Returns the summed cross-entropy of this rank's share of the held-out rows, by source."""
@@ -262,8 +264,8 @@ def few_steps(config: SftConfig, rows: int) -> str:
 
 
 def hashes_of_questions(examples_by_source: Rows) -> list[str]:
-    """Returns the hashes of the questions of all trajectories, in order, so that `ppo` can tell whether it trains on
-    them."""
+    """Returns the hashes of the questions of all trajectories, sorted. By them, RL can tell whether it trains on the
+    same questions."""
     examples = chain.from_iterable(examples_by_source.values())
     return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 

@@ -8,7 +8,7 @@ import random
 import sys
 from dataclasses import replace
 
-from r3lite.assembly.rl_round import run_on_ranks
+from r3lite.assembly.rl_round import sample_on_ranks
 from r3lite.core.answer_match import question_key
 from r3lite.core.episode import CUT_OFF, MALFORMED, Episode, Question, Retrieve
 from r3lite.datasets.qa import read_questions
@@ -78,10 +78,10 @@ class Validation:
         episodes = []
         for start in range(0, len(self.questions), self.questions_at_once):
             questions = self.questions[start : start + self.questions_at_once]
-            sequences = run_on_ranks(
+            sequences = sample_on_ranks(
                 self.engine,
                 ranks=self.ranks,
-                run=self.engine.run,
+                sample=self.engine.run,
                 starts=questions,
                 seeds=["greedy"] * len(questions),
                 retrieve=self.retrieve,

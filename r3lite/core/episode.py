@@ -13,7 +13,7 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-# Only with --learn answer, which samples an episode's last turn alone: that turn searched instead of answering.
+# Only with --learn answer, which samples the last turn of an episode again: that turn searched instead of answering.
 SEARCHING = "searching"
 
 
@@ -59,7 +59,8 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 class Hop:
     """Holds one step of a gold decomposition."""
 
-    # Or the name of what is looked up; `#1` stands for the answer of the first hop, `#2` for that of the second.
+    # Perhaps only the name of what is looked up. In it "#1" stands for the answer of the first hop, "#2" for that of
+    # the second.
     question: str
     answer: str
     document: Document | None = None
@@ -75,9 +76,8 @@ def folded(text: str) -> str:
 class Question:
     """Holds a question with what its data set has about it.
 
-    `source` is a name that chooses the layout of the episode: in training the name of a data set in [[sources]], in the
-    server the name of a layout (`answering_live.layouts_of`). It is neither `Document.source`, a retriever's name, nor
-    the "source" in the JSON form of a search, which is `Search.kind`.
+    `source` chooses the layout of the episode: in training it is the name of the question's data set in [[sources]], in
+    the server the name of a layout (`answering_live.layouts_of`). The `source` of a `Document` is a retriever's name.
     """
 
     id: str
@@ -144,6 +144,7 @@ class Search:
     kind: str = ""  # the kind of source to search, such as News, in formats that name one; it chooses the retriever
 
     def to_json(self) -> dict:
+        """Returns the search's JSON form. Its `kind` has the key "source"."""
         record = {"query": self.query, "documents": [document.to_json() for document in self.documents]}
         if self.kind:
             record["source"] = self.kind
@@ -181,12 +182,11 @@ class Step:
         """Returns the documents of all searches, in order."""
         return tuple(document for search in self.searches for document in search.documents)
 
-    def with_documents(self, documents: Sequence[Sequence[Document]]) -> "Step":
+    def with_documents(self, documents_by_search: Sequence[Sequence[Document]]) -> "Step":
         """Returns the step with these documents, one list per search."""
-        searches = [
-            replace(search, documents=tuple(of_search))
-            for search, of_search in zip(self.searches, documents, strict=True)
-        ]
+        searches = []
+        for search, documents in zip(self.searches, documents_by_search, strict=True):
+            searches.append(replace(search, documents=tuple(documents)))
         return replace(self, searches=tuple(searches))
 
     def to_json(self) -> dict:
@@ -230,7 +230,9 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    finish: str | None = CUT_OFF  # or ANSWERED, MALFORMED, SEARCHING; None while a transcript goes on
+    # How it ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING; None while a transcript goes on. Without an answer an
+    # episode counts as cut off, hence the default.
+    finish: str | None = CUT_OFF
     tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
 

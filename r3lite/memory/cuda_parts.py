@@ -47,14 +47,14 @@ def of_this_card() -> Beside:
     return LAPTOP
 
 
-def beside_tensors(tensors: int, captured: int = 0, card: Beside = LAPTOP) -> dict[str, int]:
+def beside_tensors(tensors: int, captured: int = 0, card: Beside = LAPTOP, pools: int = 1) -> dict[str, int]:
     """Returns bytes by part, in a phase with `tensors` bytes of tensors.
 
-    `captured` are those of a step that is run as CUDA graphs, or 0. The graphs of a run share one pool, which no other
-    tensor can use, and have a cuBLAS workspace of their own in it.
+    `captured` are those of a step that is run as CUDA graphs, or 0. The graphs of a decoder share a pool, which no
+    other tensor can use, and have a cuBLAS workspace of their own in it. There are as many decoders as `pools`.
     """
     parts = {"context": card.context, "cuBLAS workspace": THREADS * card.workspace}
     if captured:
         pieces = -(-(captured + card.workspace) // SMALL_PIECE) * SMALL_PIECE
-        parts["graph pools"] = SMALL_PIECE + max(LARGE_PIECE, pieces)
+        parts["graph pools"] = pools * (SMALL_PIECE + max(LARGE_PIECE, pieces))
     return parts | {"fragmentation": int(tensors * FRAGMENTATION)}

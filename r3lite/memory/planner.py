@@ -30,12 +30,16 @@ from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
-from r3lite.settings.rollout import DRAFTING_ROWS, GRAPH_PLACES, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_SEQUENCES, GRAPH_PLACES, MOST_DRAFTED, TRUNCATED_ROWS
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
 MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
 BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
+# Bytes for each probability that is sorted (top-k and top-p): the sorted number and its place in int64. While a card
+# sorts several rows, it also has two copies of pairs of int32, a copy of the numbers, and as much again to sort into
+# (segmented_sort_pairs_by_full_sort in aten/src/ATen/native/cuda/SortStable.cu). What follows the sort takes less.
+SORTING = (4 + 8) + 2 * 8 + 4 + (4 + 8)
 
 
 def rounded(size: float) -> int:
@@ -223,7 +227,7 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
     captured = _captured(w, memory)
     for name, parts in by_phase.items():
         tensors = sum(parts.values())
-        by_phase[name] = parts | beside_tensors(tensors, captured.get(name, 0), w.beside)
+        by_phase[name] = parts | beside_tensors(tensors, captured.get(name, 0), w.beside, pools=w.lanes)
     return by_phase
 
 
@@ -231,7 +235,7 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     """Returns the bytes of a decoding step that is run as CUDA graphs, by phase: see rollout/decoder.py."""
     captured = {"sample": 0}
     if w.episodes and runs_graphs(w, memory):
-        places = min(memory.rollout_batch_size, w.episodes)
+        places = w.lane_rows(memory.rollout_batch_size)
         if w.draft_tokens:
             places = max(places, GRAPH_PLACES)
         captured["sample"] = _forward(w, memory, places)
@@ -262,8 +266,8 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading.
 
-    It is when the embedding is copied from the mapped file, of which a CPU holds both, or when the last linear layer is
-    read and all weights are there.
+    It is at one of two moments: when the embedding is copied from the mapped file (on a CPU the file's pages and the
+    copy are both in memory), or when the last linear layer is read, and all other weights are there.
     """
     largest_linear = max(
         out * into for taps in layers_by_taps(w.model) for out, into in layer_tensors(w.model, taps).linears.values()
@@ -284,16 +288,15 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
     """Returns the bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
-    # See nf4.dequantize. Two weights have one byte of codes, which becomes an index in int32.
-    index = 2  # bytes for each weight
+    # See nf4.dequantize. The temporaries are indices and code points, which are in fp16 on a card, else in fp32. With
+    # several tiles, the code points of the tile before count, too.
+    index = 4 // 2  # bytes of a weight: an index in int32 for each byte of codes, which holds two weights
     if w.on_cuda:
-        temporary = weights * (index + 2)  # the indices, and code points in fp16
+        temporary = weights * (index + 2)
     elif weights > nf4.TILE:
-        temporary = nf4.TILE * (
-            index + 2 * FP32
-        )  # the indices, and code points in fp32 of this tile and of the last one
+        temporary = nf4.TILE * (index + 2 * FP32)
     else:
-        temporary = weights * (index + FP32)  # the indices, and code points in fp32
+        temporary = weights * (index + FP32)
     absmax = weights // nf4.BLOCK * 2 * FP32  # in fp32 twice: of each matrix, and of all joined
     return weights * w.element + absmax + temporary
 
@@ -346,11 +349,13 @@ class _Pass(NamedTuple):
 def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     """Returns the sizes of a pass of at most `row_limit` rows.
 
-    It is filled up to `micro_batch_tokens`; one row may have more, and in full tuning the rows of a step. What all rows
-    begin with is run once.
+    It is filled up to `micro_batch_tokens`. It has more if one row, or in full tuning a step, has more: that cannot be
+    divided.
     """
     unshared = w.row_tokens - w.shared  # tokens of a row
-    tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + row_limit * unshared)
+    token_limit = max(memory.micro_batch_tokens, w.pass_tokens)
+    tokens_of_all_rows = w.shared + row_limit * unshared  # what all rows begin with is run once
+    tokens = min(token_limit, tokens_of_all_rows)
     rows = -(-(tokens - w.shared) // max(unshared, 1))
     loss_tokens = tokens
     if w.episodes:  # all that they share is the prompt, on which no loss falls
@@ -411,6 +416,7 @@ def as_judge(w: Workload, judge: JudgeWork) -> Workload:
         reads=judge.row_tokens,
         episodes=judge.memory.rollout_batch_size,
         draft_tokens=0,
+        truncates=False,
     )
 
 
@@ -424,7 +430,10 @@ def _judge(w: Workload, judge: JudgeWork) -> Parts:
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
-    """Returns the bytes of a KV cache of `rows` episodes of `tokens` tokens, and of a layer's part as it grows."""
+    """Returns the bytes of the KV caches of all lanes, each of `rows` episodes of `tokens` tokens.
+
+    One layer's part of a cache counts twice: it is copied as it grows.
+    """
     slots = -(-tokens // BLOCK) * BLOCK
     size = 0
     growing = 0
@@ -440,7 +449,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
             grown = rounded(rows * key_value_size(w.model) * slots * w.element)
         size += count * grown
         growing = max(growing, grown)
-    return size + growing
+    return w.lanes * size + growing
 
 
 def _state_bytes(w: Workload, rows: int, taps: int) -> int:
@@ -456,11 +465,15 @@ def _state_bytes(w: Workload, rows: int, taps: int) -> int:
 
 
 def _sample(w: Workload, memory: Memory) -> Parts:
-    """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn."""
-    rows = min(memory.rollout_batch_size, w.episodes)
+    """Returns the peak of sampling: as prompts or documents are read, or as tokens are drawn.
+
+    Lanes read and draw in turns, while their caches are there all the time.
+    """
+    rows = w.lane_rows(memory.rollout_batch_size)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
     cached = w.reads
-    if w.retrieves or runs_graphs(w, memory):  # documents come when rows are nearly full; graphs allocate all at once
+    # Documents come when rows are nearly full, other lanes may be full, and graphs allocate all at once.
+    if w.retrieves or w.lanes > 1 or runs_graphs(w, memory):
         cached = w.row_tokens
     masks = together * cached * w.element + _window_mask_bytes(w, together, cached)
     repeated = cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every head
@@ -470,11 +483,19 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     }
     logits = w.model.vocab_size * w.element
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
+    if w.own_samplers:
+        row_sampling += logits
     sampling = rows * row_sampling
-    if w.draft_tokens:  # the tokens after all places are sampled at once, for shared rows from a copy of their logits
-        drafting_rows = min(rows, DRAFTING_ROWS)
-        places = drafting_rows + min(drafting_rows * w.draft_tokens, MOST_DRAFTED)
+    if w.draft_tokens:
+        # A token is sampled after each place: the last token of a sequence, and each of its drafted ones. Sequences
+        # that share a row get a copy of its logits, so that logits count twice.
+        drafting = min(rows, DRAFTING_SEQUENCES)
+        places = drafting + min(drafting * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, places * (logits + row_sampling))
+    else:
+        places = rows
+    if w.truncates:
+        sampling += min(places, TRUNCATED_ROWS) * w.model.vocab_size * SORTING
     drawing = {
         "KV cache": kv_bytes(w, rows, w.row_tokens),
         "sampling": sampling,
@@ -503,7 +524,7 @@ class _Backward(NamedTuple):
     accumulated: int  # bytes of gradients of earlier passes
 
     def inputs(self, layers: int) -> Parts:
-        """Returns what is held when the inputs of this many recomputed layers are there."""
+        """Returns what is held when the inputs of this many recomputed layers are there, and one more hidden state."""
         return {"layer inputs": (layers + 1) * self.layer_input + self.rotary + self.masks}
 
 
@@ -605,7 +626,9 @@ def _live_bytes_of_recomputed(
     inner = m.intermediate_size
     mixer = mixer_sizes(w, taps)
     tile = min(b.tokens, memory.mlp_tile)
-    outputs = (layer_tensors(m, taps).norms - 2) // 2 * hidden  # that the norm of an output keeps
+    # Each half of a layer may also have a norm of its output (Gemma), which keeps this output.
+    output_norms = layer_tensors(m, taps).norms - 2
+    outputs = output_norms // 2 * hidden
     tile_inner = tile * inner * e
     inside = max(
         5 * tile_inner,
@@ -619,4 +642,5 @@ def _live_bytes_of_recomputed(
         first_half += b.repeated + b.joined
     else:
         first_half = max(first_half, b.tokens * 3 * hidden * e + rule_backward(w, b.tokens))
-    return max(second_half, first_half) + b.tokens * (mixer.scales + 8 * w.lora_r)
+    low_rank = 8 * w.lora_r  # bytes of the products with the A of adapters; an estimate, as they are small
+    return max(second_half, first_half) + b.tokens * (mixer.scales + low_rank)

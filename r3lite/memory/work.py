@@ -54,6 +54,9 @@ class Workload:
     episodes: int = 0  # episodes that are sampled in a round; 0: nothing is sampled
     reads: int = 0  # the most tokens that a row is given at once: a prompt, or documents
     draft_tokens: int = 0  # the most tokens that are drafted for a row in one pass of decoding
+    truncates: bool = False  # tokens are, or may be, sampled with top-k or top-p
+    own_samplers: bool = False  # rows may have samplers of their own (serve): each takes a copy of its rows' logits
+    lanes: int = 1  # adapters that sample in turns (serve), each with rows, a KV cache and CUDA graphs of its own
     retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
     off_policy: int = 0  # the most off-policy episodes that a round learns from
     scores: float = 0  # how often a round's episodes are read without gradients, such as under the reference
@@ -89,6 +92,10 @@ class Workload:
     def learned_rows(self) -> int:
         """The most rows that a round, or a step of SFT, learns from."""
         return (self.episodes + self.joining) or self.step_rows
+
+    def lane_rows(self, rollout_batch_size: int) -> int:
+        """Returns the rows of each lane: its share of the episodes that are sampled at a time, but at least one."""
+        return max(1, min(rollout_batch_size, self.episodes) // self.lanes)
 
     @property
     def joining(self) -> int:

@@ -217,16 +217,18 @@ def evaluate_workload(
     retrieval: RetrievalSettings,
     questions: int,
     draft_tokens: int = 0,
+    truncates: bool = False,
     judge: JudgeSettings | None = None,
 ) -> Workload:
     """Returns answering `questions` questions, with drafts of at most `draft_tokens`, and judging the answers if there
-    is a judge."""
+    is a judge. `truncates`: tokens are sampled with top-k or top-p."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     return Workload(
         **_base(model),
         **adapter,
         **_sampling(lengths, retrieval, questions),
         draft_tokens=draft_tokens,
+        truncates=truncates,
         trains=False,
         judge=judge_work(judge, model) if judge else None,
     )

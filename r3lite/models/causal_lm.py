@@ -73,7 +73,7 @@ class ModelConfig:
     rounds_multiplier: bool = False  # whether embedding_multiplier is rounded to the weights' dtype: Gemma
     logits_scaling: float = 1.0  # logits are divided by it
     norm: type[nn.Module] = RMSNorm
-    activation: Callable[[Tensor], Tensor] = swiglu  # of gate and up, side by side
+    activation: Callable[[Tensor], Tensor] = swiglu  # takes gate and up side by side: [..., 2 W] -> [..., W]
     layer: "type[Layer] | None" = None  # None: Layer
     trunk: "type[Trunk] | None" = None  # None: Trunk
     is_text_part: bool = False  # of a model that also sees images, see text_part.py
@@ -130,7 +130,7 @@ class Attention(nn.Module):
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         if cos is not None:
-            # In place; with gradients only what is returned may be used.
+            # In place, to save memory: what `qkv` was before is gone, and only the result is used.
             qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
         qkv = qkv.transpose(1, 2)  # [B, H+2K, T, D]
         q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)
@@ -264,8 +264,10 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T], which may be on the host.
 
-        Without a context the ids are independent rows, padded on the right. With a context they are the tokens of a
-        pack, a prefill or a verification of drafts [1, N], or of a decode step [B, 1] ([B, T] in a graph with drafts).
+        The context says which tokens these are:
+        - None: independent rows, padded on the right.
+        - A pack, a prefill or a verification of drafts: the tokens of all rows, laid end to end, [1, N].
+        - A decode step: the next token of each row, [B, 1]. In a CUDA graph with drafts it is T tokens, [B, T].
 
         The hidden states are divided by the config's `logits_scaling`, so that `logits` needs no division.
         """

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from r3lite.core.errors import NotFinite
 from r3lite.models.causal_lm import CausalLM
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -65,3 +66,15 @@ def explain_overflow(model: CausalLM, forward: Callable[[], object]) -> str:
     with torch.no_grad(), ActivationWatch(model) as watch:
         forward()
     return watch.report()
+
+
+def overflow_error(model: CausalLM, tokens: list[int], question_id: str) -> NotFinite:
+    """Returns the error for the tokens of an episode whose logits are not finite. It names the layer that overflowed
+    first."""
+    input_ids = torch.tensor([tokens], device=model.head_weight.device)
+    where = explain_overflow(model, lambda: model(input_ids))
+    return NotFinite(
+        f"question {question_id}: the model's logits are not finite: {where}",
+        "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter.",
+        code="logits-not-finite",
+    )

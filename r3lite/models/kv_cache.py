@@ -1,8 +1,8 @@
-"""The KV cache of a batch of sequences, and the attention contexts of the two kinds of pass that fill it.
+"""The KV cache of a batch of sequences, and the attention contexts of the passes that fill it.
 
 What each layer carries is its own affair, see `carried`. For an attention a token's slot is its position, so a row's
 slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives rows many tokens each, a
-`Decode` one each.
+`Decode` one each, or in a CUDA graph with drafts equally many. (A third pass with drafts is in `verification`.)
 """
 
 import math
@@ -109,7 +109,7 @@ class Prefill(CachePass):
                 length=cached_length + T,
             )
             self.parts.append(part)
-            if cache.prefilled[row] == cached_length:  # the row has had nothing but prefills
+            if cache.prefilled[row] == cached_length:  # all cached tokens came by prefills
                 cache.prefilled[row] = part.length
             cache.lengths[row] = part.length
             first += T
@@ -167,7 +167,7 @@ class Decode(CachePass):
         self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, G T, S] of a key head that has G query heads.
+        """Returns what is added to the scores [B, 1, G T, S] of a key head that has G query heads, here `query_heads`.
 
         It is made when a layer first asks for it.
         """
@@ -176,8 +176,8 @@ class Decode(CachePass):
         if (query_heads, window) not in self.masks:
             positions = self.positions[:, None]  # [B, 1, T]
             if window is not None:
-                # A token that pads a graph is written to the last slot. It must see a key: a softmax of none is no
-                # number.
+                # Padding of a graph is at the position of the last slot, and the window before it may lie behind the
+                # `used` keys. It must see one of them, as a softmax of no key is NaN; its output is not read.
                 positions = positions.clamp(max=self.used - 1)
             mask = self.cache.mask(positions, self.used, window)  # [B, 1, T, S]
             if positions.shape[2] > 1:
@@ -194,17 +194,18 @@ class Decode(CachePass):
         scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [B, H, T, D], kv [B, 2 K, T, D] -> [B, T, H D]. Writes kv to the cache."""
-        B, K2, T, D = kv.shape
-        H = q.shape[1]
+        B, H, T, D = q.shape
+        K = kv.shape[1] // 2
+        G = H // K
         cached = self.cache.layers[layer].block[:B]
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
         cached[self.rows, :, self.positions] = kv.transpose(1, 2).to(cached.dtype)  # [B, T, 2 K, D]
-        # The G = H / K queries that share a key head are laid end to end, so that the cache is never copied.
-        q = q.reshape(B, K2 // 2, -1, D)  # [B, K, G T, D]
+        # The G queries that share a key head are laid end to end, so that the cache is never copied.
+        q = q.reshape(B, K, G * T, D)
         if self.lengths:
             return self._attend_row_by_row(q, cached, window, scale)
         k, v = cached[:, :, : self.used].chunk(2, dim=1)  # [B, K, S, D]
-        mask = self._mask(2 * H // K2, window)
+        mask = self._mask(G, window)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, -1)
 
@@ -215,7 +216,7 @@ class Decode(CachePass):
         window: int | None,
         scale: float | None,
     ) -> Tensor:
-        """Returns the attention's output [B, 1, H D] for queries [B, K, H / K, D] and the cache [B, 2 K, S, D]."""
+        """Returns the attention's output [B, 1, H D] for queries [B, K, G, D] and the cache [B, 2 K, capacity, D]."""
         outputs = []
         for row, length in enumerate(self.lengths):
             first = 0 if window is None else max(0, length - window)
@@ -312,8 +313,8 @@ class KVCache:
     def truncate(self, row: int, length: int) -> None:
         """Makes a row end after its first `length` tokens, as if those behind them had never been run.
 
-        It may take back drafts, at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` has no more of the
-        earlier ones. See `wipe` for what may be left of them.
+        Only drafts can be taken back, which are at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` keeps
+        earlier values for no more than these. Numbers behind the new end may stay there, see `wipe`.
         """
         assert length == 0 or length >= self.settled[row], "of a state only drafts, or all tokens, can be taken back"
         for layer in self.layers:

@@ -110,7 +110,7 @@ class Protocol(ABC):
     can_search: bool = True  # a step can have searches; if False, an episode is one turn
     thinks: bool = False  # a turn begins with <think>; if False, a thinking model's thoughts are not parsed
     plans: bool = False  # the first step is a plan of all searches
-    names_sources: bool = False  # searches name a kind of source
+    searches_by_graph: bool = False  # a step may have a graph of searches, each with its kind of source
     most_queries: int = 1  # of a step
     verifies: bool = False  # an answer has to be verified against the documents
     answer_request: str = NO_MORE  # the observation before a turn for a forced answer

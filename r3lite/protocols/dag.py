@@ -55,7 +55,7 @@ class Dag(Protocol):
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
     plans = True
-    names_sources = True
+    searches_by_graph = True
     answer_heading = ANSWER
 
     @staticmethod

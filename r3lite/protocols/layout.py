@@ -8,7 +8,7 @@ trajectory. No text is decoded and encoded again.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, SEARCHING, Document, Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
 from r3lite.protocols.chat import ThinkingChat
@@ -62,9 +62,9 @@ class Layout:
         if isinstance(self.protocol, ThinkingChat):
             self.tokenizer.check_thinking()
 
-    def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
-        """Returns the tokens of the prompt with `question`, after the `earlier` messages of a conversation."""
-        opening = self.protocol.opening(self.protocol.quoted(question))
+    def prompt(self, text: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
+        """Returns the tokens of the prompt with a question's text, after the `earlier` messages of a conversation."""
+        opening = self.protocol.opening(self.protocol.quoted(text))
         if procedure:
             opening = f"{procedure}\n\n{opening}"
         return self.tokenizer.open_chat(
@@ -95,8 +95,8 @@ class Layout:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
             transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
-        # In a plain chat there is no token yet: the step's end is -1. Only training reads the ends of steps, and
-        # training has no baselines.
+        # In a plain chat there is no token yet: the step's end is -1. Nothing reads it: the ends of steps are for
+        # training (rewards, expansions), which has no baselines.
         transcript.add_step(first_step)
         transcript.pending = first_step.searches
 
@@ -112,31 +112,38 @@ class Layout:
             )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
-        """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit."""
+        """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit.
+
+        A stop string in an open thought is a quotation, unless the thought is part of the format.
+        """
         turn = transcript.turn
         if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
             return True
         if turn[-1] == self.tokenizer.stop_id:
             return True
-        return self.turn_text.ends_with_stop(turn)
+        if not self.turn_text.ends_with_stop(turn):
+            return False
+        return self.protocol.thinks or not self._thoughts.is_open(transcript.tokens, transcript.turn_start)
 
     def close_turn(self, transcript: Transcript) -> None:
         """Parses the finished turn into a step and adds it.
 
-        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer.
+        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer. After a
+        last turn (`Transcript.is_last_turn`) it is finished.
         """
         text = self.turn_text.read(transcript)
-        # A turn that is not complete was cut off by a limit. `is_whole` is true at a stop string, for example.
-        is_complete = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
+        # By the stop token, or with a text that is whole by the protocol's rule, such as at a stop string. Else a limit
+        # cut the turn off.
+        ended_by_model = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
         if transcript.forced_step is not None:
-            self._close_answer(transcript, text, is_complete)
-        elif is_complete:
+            self._close_answer(transcript, text, ended_by_model)
+        elif ended_by_model:
             self._close_step(transcript, self.protocol.parse(text, transcript.steps))
         else:
             self._close_cut_off(transcript, text)
 
     def _close_step(self, transcript: Transcript, step: Step) -> None:
-        """Adds the step of a complete turn, or forces its answer if the episode may not search any more."""
+        """Adds the step of a turn that the model ended, or forces its answer if the episode may not search any more."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
         # --end-at-idle-query ends an episode at a blank or repeated query. Blank queries need no check here: a step
         # with only blank queries has no searches.
@@ -146,6 +153,8 @@ class Layout:
             transcript.finish = ANSWERED
         elif not step.searches or ends_at_repeated_query:
             transcript.finish = MALFORMED
+        elif transcript.is_last_turn:
+            transcript.finish = SEARCHING
         elif len(searching_steps) < self.lengths.max_hops:
             transcript.pending = step.searches
         else:
@@ -156,29 +165,30 @@ class Layout:
     def _close_cut_off(self, transcript: Transcript, text: str) -> None:
         """Closes a turn that a limit cut off: forces an answer after its text, or ends the episode as CUT_OFF.
 
-        An answer can be forced if the model has not begun to write one, see `Protocol.cut_off_heading`.
+        An answer can be forced if the model has not begun to write one (`Protocol.cut_off_heading`), and not after a
+        last turn.
         """
         step = self.protocol.parse(text, transcript.steps)
         # Faults of an unfinished text mean nothing, so TURN_CUT_OFF takes their place.
         step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
         heading = self.protocol.cut_off_heading(text, transcript.steps)
-        if heading is not None:
+        if heading is not None and not transcript.is_last_turn:
             self._begin_answer(transcript, step, heading=heading)
             return
         transcript.finish = CUT_OFF
         transcript.add_step(step)
 
-    def _close_answer(self, transcript: Transcript, text: str, is_complete: bool) -> None:
+    def _close_answer(self, transcript: Transcript, text: str, ended_by_model: bool) -> None:
         """Adds the forced step with the turn's answer, and ends the episode.
 
-        A turn that a limit cut off (not `is_complete`) has no answer. Nor has a turn that only repeats our request.
+        A turn that a limit cut off (not `ended_by_model`) has no answer. Nor has a turn that only repeats our request.
         """
         forced_step = transcript.forced_step
         step = self.protocol.read_answer(text, transcript.steps)
         repeats_request = base.repeats_request(step.answer or "")
         faults = [*forced_step.faults, *step.faults]
         answer = None
-        if not is_complete:
+        if not ended_by_model:
             faults.append(base.TURN_CUT_OFF)
             transcript.finish = CUT_OFF
         elif repeats_request or step.answer is None:
@@ -189,7 +199,7 @@ class Layout:
             transcript.finish = ANSWERED
         transcript.closed_forced_step = forced_step
         transcript.forced_step = None
-        transcript.add_step(Step(forced_step.analysis, answer=answer, faults=tuple(dict.fromkeys(faults))))
+        transcript.add_step(replace(forced_step, answer=answer, faults=tuple(dict.fromkeys(faults))))
 
     def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
         """Returns the fault of an answer that was copied from the worked example; nothing otherwise.
@@ -204,7 +214,10 @@ class Layout:
         return []
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
-        """Appends the documents of the pending queries, one list per query; forces an answer if no documents fit."""
+        """Appends the documents of the pending queries, one list per query.
+
+        If no documents fit, it forces an answer, or raises R3LiteError in a plain chat.
+        """
         transcript.pending = ()
         step, observation = self.observations.fit(transcript, documents, self.lengths)
         transcript.steps[-1] = step

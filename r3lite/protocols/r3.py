@@ -114,7 +114,7 @@ class R3(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """A turn ends when the model begins to invent the documents of its query."""
+        """A turn ends at the heading of documents, where the model begins to invent those of its query."""
         return (self.headings.documents,)
 
     @cached_property
@@ -162,11 +162,11 @@ class R3(Protocol):
         return f"{self.headings.step} {number}:\n{self.headings.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        # The model wrote only `text`, behind the heading of the answer. "-" stands for the parts that it could not
-        # write, so that `parse` finds only faults of the answer.
+        # The model wrote only `text`, behind the heading of the answer. What a step has up to this heading is rendered
+        # here, with "-" in place of the model's words, so that `parse` finds only faults of the answer.
         verification = "-" if self.verifies else ""
-        placeholder = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
-        return self.parse(placeholder.rstrip() + text, earlier)
+        step_before_text = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
+        return self.parse(step_before_text + text, earlier)
 
     def step_request(self, number: int) -> str:
         return f"Write {self.headings.step} {number} now, and nothing else."
@@ -185,19 +185,20 @@ class R3(Protocol):
         # The pattern has a group, so that `split` returns headings and the texts below them in turn.
         preamble, *headings_and_texts = self.heading_pattern.split(body)
         written_headings = headings_and_texts[::2]
-        sections: dict[str, str] = {}  # by heading, the first of each
+        sections: dict[str, str] = {}  # by heading; of a heading that is repeated, the first section
         for heading, section in zip(written_headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text between `Step k:` and the first heading is an analysis without its heading: a fault even if an analysis
-        # with one follows. (Without `Step k:`, another fault is reported.)
-        analysis_lacks_heading = step_heading and preamble.strip()
+        # A model that leaves out the heading of the analysis writes the analysis here, between `Step k:` and the first
+        # heading. That is a fault even if a section with the heading follows. If `Step k:` is missing, that is the
+        # fault, and the text before the first heading is none.
+        has_preamble = step_heading and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=analysis_lacks_heading or not analysis,
+            no_analysis=has_preamble or not analysis,
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.headings.answer), faults)

@@ -73,7 +73,7 @@ class Tags(Protocol):
         return self.search is not None
 
     @property
-    def names_sources(self) -> bool:
+    def searches_by_graph(self) -> bool:
         return self.graph is not None
 
     @property

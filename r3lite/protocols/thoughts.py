@@ -70,13 +70,17 @@ class Thoughts:
             return self.tokenizer.encode_written(text.removeprefix(THINK))
         return self.tokenizer.encode_written(self.end(prefix) + text)
 
+    def is_open(self, tokens: Sequence[int], start: int) -> bool:
+        """Returns whether the turn that begins at `start` is inside a thought after the last of the tokens."""
+        text = self.tokenizer.decode(tokens[start:])
+        has_begun = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
+        return has_begun and THOUGHT_END not in text
+
     def end(self, tokens: Sequence[int], start: int | None = None) -> str:
         """Returns the text that ends the open thought of the turn that begins at `start`, by default after all tokens;
         "" if none is open."""
         if start is None:
             start = len(tokens)
-        text = self.tokenizer.decode(tokens[start:])
-        is_inside = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
-        if is_inside and THOUGHT_END not in text:
+        if self.is_open(tokens, start):
             return f"\n{THOUGHT_END}\n\n"
         return ""

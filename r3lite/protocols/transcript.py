@@ -25,8 +25,9 @@ class Transcript(TokenRecord):
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
-    closed_forced_step: Step | None = None  # `forced_step` once its turn is over, for `Sequence.reopened`
+    closed_forced_step: Step | None = None  # `forced_step` of a turn that is over: `Sequence.reopened` forces it again
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
+    is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
 
     def observe(self, tokens: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
 
 
 # Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
+# `own_places` confines a search to the paragraphs that came with its question, if the settings say so.
 # Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports their
 # builders.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
@@ -42,14 +43,15 @@ def build_retriever(setup: Setup) -> Retrieve:
     They run on the CPU.
     """
     settings = setup.settings
-    settings_by_kind = settings.of_sources  # of the kinds of source that --source-index names
+    settings_by_kind = settings.of_sources  # those of --source-index, by kind of source
     if settings.is_web:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
-        # A web service has several kinds of source. The default retriever searches `setup.kind`; each other kind gets a
-        # retriever with the same settings, unless --source-index names one.
-        settings_by_kind = {kind: settings for kind in kinds if kind != setup.kind} | settings_by_kind
+        # The default retriever searches one kind of the service's sources, `setup.kind`. The other kinds have the same
+        # settings, except those that --source-index names.
+        of_service = {kind: settings for kind in kinds if kind != setup.kind}
+        settings_by_kind = of_service | settings_by_kind
     default_retriever = _build_one(setup)
     if not settings_by_kind:
         return default_retriever
@@ -82,8 +84,8 @@ class Tolerant:
     """A retriever that returns a `Failure` in place of the documents of a query that fails.
 
     If a batch fails, its queries are tried again one by one, so that one query does not make others fail. Each reason
-    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Bugs of r3lite are not
-    caught.
+    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Errors that only a bug of
+    r3lite raises, such as a KeyError, are not caught.
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):

@@ -10,12 +10,12 @@ from r3lite.core.episode import SEARCHING, Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.judged import judged_answer
-from r3lite.rewards.registry import LARGEST_REWARD, named_rewards, needs_verdict, rewards_of
+from r3lite.rewards.missing import check_all_missing
+from r3lite.rewards.registry import LARGEST_REWARD, needs_verdict, rewards_of
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
 ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
-MIN_QUESTIONS = 8  # if no episode of so many questions has a reward, that is not by chance
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class EpisodeReward:
 
     @property
     def signal(self) -> float:
-        """Returns the number by which a group has variance or not: the answer's reward, or the total without one.
+        """Returns the number that is compared within a group to see if it has variance.
 
-        Refills, expansions and frac_reward_zero_std use it; advantages come from the total. By the total, a group of
-        wrong answers that differ in recall only would count as something to learn from.
+        It is `answer_reward`, or the total if the run has no reward for answers. It decides which groups are refilled
+        or expanded, and is in frac_reward_zero_std; advantages always come from the total. By the total, a group of
+        wrong answers that differ only in recall would have variance, and would not be replaced by a better one.
         """
         if self.answer_reward is None:
             return self.total
@@ -135,32 +136,5 @@ def score_all(
     pairs = zip(episodes, verdicts, strict=True)
     rewards = [score(episode, settings, verdict) for episode, verdict in pairs]
     if all(reward is None for reward in rewards):
-        questions = {episode.question.id for episode in episodes}
-        if len(questions) >= MIN_QUESTIONS:
-            _refuse_always_missing(episodes, verdicts, settings)
+        check_all_missing(episodes, verdicts, settings)
     return rewards
-
-
-def _refuse_always_missing(
-    episodes: list[Episode],
-    verdicts: list[Verdict | None],
-    settings: RewardSettings,
-) -> None:
-    """Raises R3LiteError if a named reward is missing for all episodes: the run would learn nothing.
-
-    Episodes whose retriever failed, or whose verdict is missing, do not count.
-    """
-    verdict_needed = needs_verdict(settings)
-    pairs = []
-    for episode, verdict in zip(episodes, verdicts, strict=True):
-        lacks_verdict = verdict_needed and verdict is None
-        if not episode.failure and not lacks_verdict:
-            pairs.append((episode, verdict))
-    if not pairs:
-        return
-    for function in named_rewards(settings):
-        if all(function.step_rewards(episode, verdict) is None for episode, verdict in pairs):
-            remedy = "The questions lack what it needs, such as gold paragraphs: remove it, or pass other --data."
-            raise R3LiteError(
-                f"the reward {function.name} is missing for all {len(pairs)} episodes", remedy, code="reward-missing"
-            )

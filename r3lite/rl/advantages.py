@@ -103,6 +103,10 @@ def share_without_variance(numbers: Tensor, groups: Tensor) -> float:
 
 
 def all_equal(numbers: Tensor) -> bool:
-    """Returns whether numbers are equal, up to the rounding of sums that are taken in another order."""
+    """Returns whether numbers are equal, up to the rounding of fp32 sums that are taken in another order.
+
+    That rounding grows with the sums. It does not shrink with them: the parts of a small sum may be larger than it.
+    """
     spread = numbers.max() - numbers.min()
-    return bool(spread < 1e-6)
+    size = max(1.0, numbers.abs().max().item())
+    return bool(spread < 1e-6 * size)

@@ -75,7 +75,7 @@ class Batch:
     signals: Tensor  # [B] see Rollout.signal
     teacher: list[TopTokens | None]  # [B] see Rollout.teacher
     off_policy: Tensor | None = None  # [B] bool, see Rollout.off_policy; None: no row is off-policy
-    # [B, T] at actions: log pi_old, computed by the trainer; None: `logprobs`, those of the sampler, are log pi_old
+    # [B, T] at actions: log pi_old, computed by the trainer. None: log pi_old are the sampler's, `logprobs`.
     trainer_logprobs: Tensor | None = None
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
@@ -144,8 +144,8 @@ class Batch:
 
     def token_rows(self) -> list[list[int]]:
         """Returns the tokens of each row up to its last action token: no loss depends on those after it."""
-        length_up_to = torch.arange(1, self.tokens.shape[1] + 1)  # [T]: a row that ends with token t has t + 1 tokens
-        lengths = (length_up_to * self.action_mask).amax(-1)  # [B]
+        positions_from_1 = torch.arange(1, self.tokens.shape[1] + 1)  # [T]
+        lengths = (positions_from_1 * self.action_mask).amax(-1)  # [B]: the position of the last action
         rows = zip(self.tokens.tolist(), lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in rows]
 
@@ -165,7 +165,9 @@ class Batch:
         units: list[list[int]] = []  # each an on-policy row, with the off-policy rows that go with it
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
-                units[-1].append(row)  # needs `by_group`: only then is the row before of the same group
+                # The rows of a group are neighbours, its off-policy rows the last: the row before is of the same group.
+                # (Algorithms with off-policy rows have groups, so this is `by_group`.)
+                units[-1].append(row)
             else:
                 units.append([row])
         count = math.ceil(len(units) / size)

@@ -101,12 +101,15 @@ class Learner:
         assert (self.value_head is not None) == self.algorithm.has_critic
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
-        """Takes all optimizer steps of a round and returns its metrics. `seed` shuffles the mini-batches."""
+        """Takes all optimizer steps of a round and returns its metrics. `seed` shuffles the mini-batches.
+
+        Takes none if the budget undoes the update of the round before, see UpdateBudget.
+        """
         settings = self.settings
         if settings.old_logprobs == "trainer":
-            batch = batch.with_trainer_logprobs(self.sum_over_ranks(self.policy_logprobs, batch))
+            batch = batch.with_trainer_logprobs(self.join_ranks(self.policy_logprobs, batch))
         if settings.has_reference:
-            batch = replace(batch, reference=self.sum_over_ranks(self.reference_logprobs, batch))
+            batch = replace(batch, reference=self.join_ranks(self.reference_logprobs, batch))
         if self.budget:
             kl, error = kl_on_policy(batch)
             if not self.budget.judge_last_update(kl, error):
@@ -148,12 +151,17 @@ class Learner:
         first_epoch_log_ratios: list[Tensor],
         norms: list[float],
     ) -> dict[str, float]:
-        """Returns means over the tokens of all ranks and optimizer steps. The arguments are only this rank's."""
-        by_rank = self.ranks.gather((step_sums, first_epoch_log_ratios))
-        sums_by_rank, log_ratios_by_rank = zip(*by_rank, strict=True)  # both are indexed by [rank][step]
+        """Returns the metrics of an update. The arguments are only this rank's.
+
+        They are means over the tokens of all ranks and optimizer steps, but `loss` and `grad_norm` over the optimizer
+        steps. For those that begin with "sampling/" see `sampling_metrics`.
+        """
+        sums_by_rank = self.ranks.gather(step_sums)  # [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
-        # For each step, the tokens of all ranks side by side.
-        log_ratios_by_step = [torch.cat(log_ratios, dim=1) for log_ratios in zip(*log_ratios_by_rank, strict=True)]
+        log_ratios_by_rank = self.ranks.gather(first_epoch_log_ratios)  # [rank][step]
+        log_ratios_by_step = []
+        for of_step in zip(*log_ratios_by_rank, strict=True):
+            log_ratios_by_step.append(torch.cat(of_step, dim=1))  # the tokens of all ranks side by side
         metrics = {"loss": float(sums.pop("loss")) / len(norms)}
         metrics |= means_of(sums)
         finite_norms = [norm for norm in norms if math.isfinite(norm)]  # the norm of a skipped step is not finite
@@ -161,9 +169,11 @@ class Learner:
         metrics |= sampling_metrics(log_ratios_by_step, self.settings.clip_low, self.settings.clip_high)
         return metrics
 
-    def sum_over_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
-        """Returns the sum over the ranks of `work(*args)` [B, T], in which a rank computes its rows and the others are
-        0."""
+    def join_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
+        """Returns the results [B, T] of `work(*args)` on all ranks, joined into one.
+
+        Each rank computes its own rows and has 0 in all other rows, so that the sum over the ranks has every row once.
+        """
         # "update" is the phase of passes over whole rows, with gradients or without: if memory runs out in it, the
         # passes become smaller.
         return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
@@ -207,7 +217,7 @@ class Learner:
 
     def mean_entropies(self, batch: Batch) -> Tensor:
         """Returns the policy's mean entropy [B] over each row's action tokens, in nats."""
-        entropies = self.sum_over_ranks(self.policy_entropies, batch)  # [B, T]
+        entropies = self.join_ranks(self.policy_entropies, batch)  # [B, T]
         return entropies.sum(-1) / batch.action_mask.sum(-1)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
@@ -293,7 +303,7 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # A number of tokens is named by the kind of token and "tokens", see losses.TOKENS.
+        # `means_of` divides the sums of each kind of metric by the number of tokens whose name has the same prefix.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
@@ -314,7 +324,8 @@ class Learner:
         """
         chunk = actions[places]
         detached = logprobs.detach()
-        # Measured only: `algorithm.loss` computes the log-ratios that it clips itself, with gradients.
+        # Both only for metrics: `algorithm.loss` does not get them. It computes the log-ratios to clip once more, with
+        # gradients.
         sampler_log_ratios = detached - chunk.sampled_logprobs
         log_ratios_to_clip = self.algorithm.log_ratios(chunk, detached)
         per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)

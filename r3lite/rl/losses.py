@@ -128,8 +128,8 @@ def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
 def token_sums(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
     """Sums metrics [N] over the tokens of each metric's kind.
 
-    `off_policy` [N] tells which tokens are off-policy. If it is None, each metric is summed over all tokens: they are
-    of one kind, on-policy or guided.
+    `off_policy` [N] tells which tokens are off-policy. If it is None, each metric is summed over all tokens, which are
+    then of one kind: on-policy or guided.
     """
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}
@@ -154,7 +154,7 @@ def means_of(sums: Sums) -> dict[str, float]:
     means = {}
     for name, total in sums.items():
         count_name = _kind(name) + TOKENS
-        if name != count_name:
+        if name != count_name:  # a number of tokens is no metric
             means[name] = float(total) / sums[count_name]
     return means
 
@@ -173,10 +173,11 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the
     log of the ratio that the algorithm clips.
 
-    The differences, under TRL's names, are |row 0| of the first mini-batch alone. This mini-batch is computed with the
-    weights of the sampler, before the first optimizer step, so the differences are rounding only. The share of tokens
-    with a ratio outside the clip, whatever their advantages, is over the whole epoch, in which the policy moves. A
-    metric without tokens is left out.
+    The differences, under TRL's names, are |row 0| of the first mini-batch alone. It is computed before the first
+    optimizer step, with the weights of the sampler, so the differences are rounding only. (With --max-staleness 1 they
+    may be more: the sampler may have had the weights of the round before.) The share of tokens with a ratio outside the
+    clip, whatever their advantages, is over the whole epoch, in which the policy moves. A metric without tokens is left
+    out.
     """
     metrics = {}
     first_mini_batch = log_ratios[0]

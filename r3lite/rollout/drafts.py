@@ -5,8 +5,9 @@ Much of what a trained model writes stands before it: in the question, in docume
 1. Lookup (prompt lookup decoding). We look for the last occurrence of a row's last 3 tokens, else of its last 2: in the
    episode itself, or in another episode of the question in the same run. The draft is what followed there.
 2. Length. The i-th token of a draft is accepted with probability p^i, where p is the share of drafted tokens that were
-   accepted in this run after matches of this length. A draft gets longer as long as p^i exceeds the cost of one more
-   token (see TOKEN_COST). The costs are constants and not measured by the clock, so that runs are repeated to the bit.
+   accepted in this run after matches of this length: a mean with a prior (EXPECTED), in which old tokens count less
+   (FADING). A draft gets longer as long as p^i pays for one more token, see `Drafter.propose`. The costs are constants
+   and not measured by the clock, so that runs are repeated to the bit.
 3. Verification. One pass runs each row's last token and its draft (models/verification.py). The engine samples the
    token after each of these at once, with the uniform numbers that would be drawn one after the other (`Uniforms`). A
    row's sampled tokens are appended until one differs from the draft, ends its turn, or has logits that are not finite.
@@ -35,7 +36,7 @@ LONGEST_MATCH = 8  # a longer match counts as one of this length
 # The unit of time is that of reading all weights once. A pass takes 1 + ROW_COST * rows + TOKEN_COST * drafted tokens.
 ROW_COST = 0.1
 TOKEN_COST = 0.06
-CARD_TOKEN_COST = 0.01  # TOKEN_COST on a card, where reading or copying weights takes longer than some tokens
+CARD_TOKEN_COST = 0.01  # TOKEN_COST on a card, where computing a token takes little beside reading the weights
 PASS_COST = 0.1  # what a pass with drafts takes in addition, however many tokens they have
 MARGIN = 1.25  # what drafts must bring, divided by what they cost
 # A prior: the share of drafted tokens that is expected to be accepted, by the length of the match. It counts as if
@@ -131,12 +132,12 @@ class Drafter:
     def propose(self, rows: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Returns a draft for each row, empty if none pays.
 
-        `limits` are the most tokens that each row's draft may have.
-        A draft pays if it brings more tokens than are sampled without drafts in the time that the draft takes.
+        `limits` are the most tokens that each row's draft may have. A draft pays if it brings MARGIN times as many
+        tokens as are sampled without drafts in the time that the draft takes.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
-        # In the time that a drafted token costs, so many tokens would be sampled without drafts. It pays if the
-        # probability that it is accepted is higher.
+        # A drafted token brings as many tokens as the probability is that it is accepted. In the time that it takes,
+        # `token_cost`, token_cost * speed tokens would be sampled without drafts.
         least_probability = MARGIN * self.token_cost * speed
         self.matches = [0] * len(rows)
         drafts: list[list[int]] = [[] for _ in rows]
@@ -208,8 +209,10 @@ class Drafter:
 
 
 def _sequence_limit(sequence: Sequence, lengths: LengthSettings) -> int:
-    """Returns how many tokens may be drafted: as many as the sequence may have after its next token, which is sampled
-    without a draft. It is negative if the sequence may not have even that one."""
+    """Returns how many tokens may be drafted: a pass may append one token more than the draft has.
+
+    It is negative if the sequence may not get even one token.
+    """
     in_turn = sequence.turn_start + lengths.max_new_tokens - len(sequence.tokens)
     in_episode = lengths.max_length - len(sequence.tokens)
     return min(in_turn, in_episode, sequence.tokens_left) - 1
@@ -243,17 +246,18 @@ def drafter_of(
     return None
 
 
-def accept_drafts(
+def append_sampled(
     rows: list[list[Sequence]],
     drafts: list[list[int]],
     sample: Callable[[SamplingBatch], list[SampledToken]],
     append: Callable[[Sequence, SampledToken], bool],
     turn_is_over: Callable[[Sequence], bool],
 ) -> Agreement:
-    """Appends sampled tokens to each row's sequences as long as they agree with the row's draft, and one more.
+    """Samples after a pass, and appends tokens to each row's sequences: one, or with a draft perhaps several.
 
-    The pass has run the last token of the first row and its draft, then those of the next row, and so on. `append`
-    returns False if the sequence failed instead. Nothing is appended after the end of a turn.
+    The pass has run the last token of the first row and its draft, then those of the next row, and so on. Sampled
+    tokens are appended as long as they agree with the row's draft, and one more; none after the end of a turn. `append`
+    returns False if the sequence failed instead.
     """
     sampled = {}  # by Python's id of the sequence, and how many drafted tokens come before the sampled one
     for batch in sampling_batches(rows, drafts):
@@ -301,6 +305,7 @@ def _match_length(tokens: list[int], occurrence: Occurrence) -> int:
     text, end = occurrence
     length = 3
     longest = min(LONGEST_MATCH, len(tokens), end)
+    # `tokens` and `text[:end]` both end with the match. It is extended backwards, by one token at a time.
     while length < longest and text[end - 1 - length] == tokens[-1 - length]:
         length += 1
     return length

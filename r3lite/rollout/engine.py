@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.core import bars
-from r3lite.core.episode import SEARCHING, Document, Question, Retrieve
+from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.models.causal_lm import CausalLM
-from r3lite.models.hooks import explain_overflow
+from r3lite.models.hooks import overflow_error
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import accept_drafts, draft_limits, drafter_of
+from r3lite.rollout.drafts import append_sampled, draft_limits, drafter_of
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.prefixes import prefills
 from r3lite.rollout.sampling_batches import SampledToken, SamplingBatch
 from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Listener, Sequence
 from r3lite.rollout.uniforms import Uniforms
-from r3lite.settings.rollout import DRAFTING_ROWS
+from r3lite.settings.rollout import DRAFTING_SEQUENCES
 
 
 @dataclass
@@ -142,6 +142,7 @@ class Engine:
                     for sequence, documents in fetcher.fetch(retrieving):
                         self._splice(sequence, documents)
                 unfinished = [s for s in sequences if s.finish is None]
+                lines.update(len(sequences) - len(unfinished))
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
                 scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
                 # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
@@ -200,9 +201,7 @@ class Engine:
         """Reads the step of a turn that is over, which may end the episode."""
         sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
-        if sequence.pending and not sequence.may_search:
-            sequence.pending = ()
-            sequence.finish = SEARCHING
+        # If it is not, it still gets its documents, or a forced answer in the next turn.
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
@@ -250,18 +249,8 @@ class Engine:
         rows = scheduler.running_rows
         if not rows:
             return []
-        drafts: list[list[int]] = []
-        # Sequences count, not rows, also if they share rows: the memory plan counts the logits of drafts for so many.
-        if decoder.drafter and len(scheduler.running) <= DRAFTING_ROWS:
-            limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
-            drafts = decoder.drafter.propose([row[0] for row in rows], limits)
-        hidden = None
-        if any(drafts):
-            hidden = decoder.run_drafts([[row[0].tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
-        if hidden is None:  # there are no drafts, or numbers of the pass are not finite
-            drafts = [[]] * len(rows)
-            hidden = decoder([row[0].tokens[-1] for row in rows])
-        agreement = accept_drafts(
+        drafts, hidden = self._run(rows, decoder)
+        agreement = append_sampled(
             rows,
             drafts,
             sample=partial(self._sampled_tokens, hidden, self._logits(hidden)),
@@ -271,11 +260,31 @@ class Engine:
         if any(drafts):
             decoder.drafter.count(agreement)
         sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
-        scheduler.split()
+        scheduler.split()  # sequences that share a row may have sampled different tokens, and drafts were rejected
         return sampled_sequences
 
+    def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
+        """Runs the last token of each row and the draft behind it; returns the drafts and the hidden states [N, C].
+
+        All drafts are empty if the decoder has no drafter, if none pays, or if a number of their pass is not finite.
+        """
+        firsts = [row[0] for row in rows]
+        drafts: list[list[int]] = []
+        # The limit is one of sequences. Those that share a row share its draft, but each needs its own logits, and the
+        # memory plan has them for so many sequences.
+        if decoder.drafter and sum(map(len, rows)) <= DRAFTING_SEQUENCES:
+            limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
+            drafts = decoder.drafter.propose(firsts, limits)
+        if any(drafts):
+            hidden = decoder.run_drafts(
+                [[first.tokens[-1], *draft] for first, draft in zip(firsts, drafts, strict=True)]
+            )
+            if hidden is not None:  # else a number is not finite, perhaps because of a draft
+                return drafts, hidden
+        return [[]] * len(rows), decoder([first.tokens[-1] for first in firsts])
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [B, V] of the tokens that may be sampled after hidden states [B, C]."""
+        """Returns the logits [N, V] of the tokens that may be sampled after hidden states [N, C]."""
         logits = linear(hidden, self.model.head_weight)
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
@@ -291,7 +300,7 @@ class Engine:
             indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)
             hidden = hidden[indices]
             logits = logits[indices]
-        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # [B] each
+        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # one for each entry of the batch
         numbers = [sampled_ids.to(sampled_logprobs), sampled_logprobs]
         if self.value_head is not None:
             numbers.append(self.value_head(hidden).to(sampled_logprobs))
@@ -302,10 +311,10 @@ class Engine:
     def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """Appends a sampled token to a sequence; returns False if the sequence failed, as its logits are not finite."""
         if math.isnan(sampled.logprob):
-            error = self._explain_overflow(sequence)
+            error = overflow_error(self.model, sequence.tokens, sequence.question.id)
             self._fail(sequence, error)  # raises; a LaneEngine (lanes.py) marks the sequence and goes on
             return False
-        sequence.stream.random()  # drops the number by which it was sampled: sampling only looked ahead at it
+        sequence.stream.drop()  # the number by which the token was sampled: `SamplingBatch.uniforms` only looks ahead
         sequence.write([int(sampled.id)])
         sequence.logprobs.append(sampled.logprob)
         sequence.values.append(sampled.value)
@@ -317,17 +326,6 @@ class Engine:
         `lanes.LaneEngine` overrides this: it ends this sequence alone, and returns.
         """
         raise error
-
-    def _explain_overflow(self, sequence: Sequence) -> NotFinite:
-        """Returns an error that names the layer whose numbers are the first that are not finite."""
-        tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
-        where = explain_overflow(self.model, lambda: self.model(tokens))
-        remedy = "Pass --dtype bf16 or --dtype fp32, which have a larger range, or start from another --adapter."
-        return NotFinite(
-            f"question {sequence.question.id}: the model's logits are not finite: {where}",
-            remedy,
-            code="logits-not-finite",
-        )
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream.

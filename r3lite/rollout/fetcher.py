@@ -1,7 +1,8 @@
 """Fetches documents on a thread of its own while other sequences run.
 
 Queries are sent and documents are taken after fixed numbers of the engine's iterations, never by the clock. So the
-same sequences are decoded together in every run, and results are equal to the last bit.
+same sequences are decoded together in every run, and results are equal to the last bit. (Not in the server, where a
+lane that only waits for documents is skipped until they have come.)
 """
 
 from collections import deque
@@ -91,8 +92,8 @@ class Fetcher:
         while self.in_flight:
             due, result = self.in_flight[0]
             is_due = due <= self.iteration
-            is_first_while_idle = idle and not fetched
-            if not (is_due or is_first_while_idle):
+            is_needed = idle and not fetched
+            if not (is_due or is_needed):
                 break
             self.in_flight.popleft()
             fetched += result.result()

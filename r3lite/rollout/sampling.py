@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.settings.rollout import is_greedy
+from r3lite.settings.rollout import TRUNCATED_ROWS, is_greedy
 
 BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's vocabularies are multiples of it
-BELOW_ONE = math.nextafter(1.0, 0.0)  # x * BELOW_ONE < x for every normal x > 0, in float64
+BELOW_ONE = math.nextafter(1.0, 0.0)  # the largest number below 1: in float64 x * BELOW_ONE < x for every normal x > 0
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,22 @@ class Sampler:
         if greedy:
             tokens = logits.argmax(-1, keepdim=True)
         else:
-            tokens = _inverse_cdf(self._truncate(probs), uniforms)
+            tokens = self._draw(probs, uniforms)
         logprobs = probs.gather(-1, tokens).log()
         return tokens[:, 0], logprobs[:, 0]
+
+    def _draw(self, probs: Tensor, uniforms: list[float]) -> Tensor:
+        """Returns a token [B, 1] of each row of probabilities [B, V], drawn from those that are not excluded.
+
+        Truncation sorts few rows at a time: a sort takes several times the memory of the probabilities.
+        """
+        if self.top_k == 0 and self.top_p == 1:
+            return _inverse_cdf(probs, uniforms)
+        tokens = []
+        for start in range(0, len(uniforms), TRUNCATED_ROWS):
+            rows = slice(start, start + TRUNCATED_ROWS)
+            tokens.append(_inverse_cdf(self._truncate(probs[rows]), uniforms[rows]))
+        return torch.cat(tokens)
 
     def _truncate(self, probs: Tensor) -> Tensor:
         """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row one is above 0.
@@ -87,18 +100,19 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     ends = totals.cumsum(-1)  # [B, blocks + 1]: 0, then the cumulative sum at the end of each block
     drawn = torch.tensor(uniforms, dtype=ends.dtype)[:, None]  # [B, 1]
     drawn = drawn.to(ends.device, non_blocking=True)
-    target = drawn * ends[:, -1:]  # [B, 1], below the total because no uniform number is above BELOW_ONE
+    target = drawn * ends[:, -1:]  # [B, 1], below the total, as uniform numbers are below 1
     is_below = ends[:, 1:] <= target
     block = is_below.sum(-1, keepdim=True)  # [B, 1]
     block_start = ends.gather(-1, block)
-    target = target - block_start
+    target_in_block = target - block_start
     index = block[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
     block_probs = blocks.gather(1, index)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=ends.dtype)
-    # The sum here may differ from `ends` by rounding. We clamp, so that no token of probability 0 is taken.
+    # By rounding, the block's sum may be smaller here than in `ends`. A target that is not below it would take a token
+    # after the last one that has a probability, so we clamp.
     highest = block_sums[:, -1:] * BELOW_ONE
-    target = torch.minimum(target, highest)
-    is_below = block_sums <= target
+    target_in_block = torch.minimum(target_in_block, highest)
+    is_below = block_sums <= target_in_block
     place_in_block = is_below.sum(-1, keepdim=True)
     # block * BLOCK + place_in_block, in one kernel.
     return torch.add(place_in_block, block, alpha=BLOCK).to(device)

@@ -5,9 +5,9 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from r3lite.rollout.sequence import Sequence
-from r3lite.settings.rollout import DRAFTING_ROWS, MOST_DRAFTED
+from r3lite.settings.rollout import DRAFTING_SEQUENCES, MOST_DRAFTED
 
-SAMPLED_TOGETHER = DRAFTING_ROWS + MOST_DRAFTED  # tokens of shared rows, for which logits are copied
+SAMPLED_TOGETHER = DRAFTING_SEQUENCES + MOST_DRAFTED  # tokens of shared rows, for which logits are copied
 
 
 class SampledToken(NamedTuple):
@@ -23,7 +23,7 @@ class SamplingBatch(NamedTuple):
 
     sequences: list[Sequence]
     depths: list[int]  # how many drafted tokens would come before the sampled one
-    indices: list[int] | None  # of the pass's token that each one follows; None: all tokens of the pass in their order
+    indices: list[int] | None  # the token of the pass after which each entry is sampled; None: entry i after token i
 
     @property
     def uniforms(self) -> list[float]:

@@ -21,7 +21,8 @@ class Scheduler:
     cache: KVCache
     rows: list[list[Sequence]] = field(default_factory=list)  # by row of the cache; sequences of a row are equal
     active: int = 0  # number of running rows, which come first
-    last_released: Sequence | None = None  # its tokens are still in row 0 of the cache while all rows are free
+    # The sequence whose row was freed last. If no row is in use, that was row 0, which still holds its tokens.
+    last_released: Sequence | None = None
 
     @property
     def running_rows(self) -> list[list[Sequence]]:
@@ -60,12 +61,12 @@ class Scheduler:
                 return row
         return None
 
-    def _add(self, row: list[Sequence]) -> None:
-        """Gives the sequences of `row` the first free row of the cache, with the tokens that the caller left in it.
+    def _add(self, sequences: list[Sequence]) -> None:
+        """Puts sequences into the first free row of the cache, in which the caller has left tokens of theirs.
 
-        It becomes the last running row.
+        The row changes places with the first parked row, so that it is the last running one.
         """
-        self.rows.append(row)
+        self.rows.append(sequences)
         self._swap(len(self.rows) - 1, self.active)
         self.active += 1
 
@@ -106,15 +107,16 @@ class Scheduler:
             self.active += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its row, and frees the row if it has no other sequence; it must then be running."""
+        """Takes a sequence out of its row. Frees the row, which must be running, if no other sequence is in it."""
         i = self._row_of(sequence)
         remaining = [member for member in self.rows[i] if member is not sequence]
         if remaining:
             self.rows[i] = remaining
             return
+        # The row goes behind the other running rows, and from there behind the parked rows.
         self.active -= 1
         self._swap(i, self.active)
-        self._swap(self.active, len(self.rows) - 1)  # to the end, behind the parked rows
+        self._swap(self.active, len(self.rows) - 1)
         self.rows.pop()
         self.last_released = sequence
 

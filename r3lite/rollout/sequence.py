@@ -37,7 +37,6 @@ class Sequence(Transcript):
     """
 
     stream: Uniforms = field(kw_only=True)  # draws one number per sampled token; each sequence has its own
-    may_search: bool = True  # False: a query ends the sequence (SEARCHING), and no documents are fetched
     listener: Listener | None = None
     index: int = 0  # among the sequences that are sampled together
     turn_begin_time: int = 0  # of the current turn, in nanoseconds since 1970; 0 if no spans are recorded
@@ -70,6 +69,8 @@ class Sequence(Transcript):
         The copy has the documents of these steps, and the log-probabilities and values of their action tokens. `stream`
         draws the tokens that follow.
         """
+        # Between a step's last token and the next turn are the documents, which are no actions. There is a next turn:
+        # a step's documents are cut so that they leave room for it (`Observations.fit`).
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
         prefix = self.first(turn_start)
@@ -86,8 +87,9 @@ class Sequence(Transcript):
     def reopened(self, stream: Uniforms) -> "Sequence":
         """Returns a copy of the finished sequence that ends where its last turn begins, to sample another last turn.
 
-        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. The turn may not
-        search, because new documents would make another context. A forced answer is forced again.
+        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. Nothing follows
+        the turn, because new documents would make another context: a query ends it (SEARCHING), even where the hops are
+        used up. A forced answer is forced again.
         """
         return Sequence(
             self.question,
@@ -98,6 +100,6 @@ class Sequence(Transcript):
             turn_start=self.turn_start,
             forced_step=self.closed_forced_step,
             stream=stream,
-            may_search=False,
+            is_last_turn=True,
             index=self.index,
         )

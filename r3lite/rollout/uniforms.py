@@ -11,12 +11,15 @@ class Uniforms:
         self.source = random.Random(seed)
         self.seen: deque[float] = deque()
 
-    def random(self) -> float:
-        """Draws the next number."""
-        return self.seen.popleft() if self.seen else self.source.random()
+    def drop(self) -> None:
+        """Takes the next number out of the stream: the token that was sampled by it is kept."""
+        if self.seen:
+            self.seen.popleft()
+        else:
+            self.source.random()
 
     def ahead(self, count: int) -> float:
-        """Returns the number that `random` will return after so many others."""
+        """Returns the number that is the next one after `count` others are dropped, and leaves it in the stream."""
         while len(self.seen) <= count:
             self.seen.append(self.source.random())
         return self.seen[count]

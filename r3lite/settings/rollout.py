@@ -10,13 +10,14 @@ from r3lite.settings.conditions import has_documents, has_queries
 # Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
 # probability anyway, unless two logits are as good as equal.
 LEAST_TEMPERATURE = 1e-5
-# More sequences are sampled without drafts, also if they share rows: a pass over more rows has enough to compute, and
-# the memory plan counts the logits of drafts for so many sequences.
-DRAFTING_ROWS = 16
+# At most so many sequences are sampled with drafts, whether they share rows or not. A pass over more rows has enough to
+# compute, and the memory plan has the logits of drafts for so many sequences.
+DRAFTING_SEQUENCES = 16
 # Places of the rows of a CUDA graph with drafts, in all: a card reads the weights once for so many, which takes longer
 # than computing them.
 GRAPH_PLACES = 32
 MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
+TRUNCATED_ROWS = 8  # rows whose probabilities are sorted at once, for top-k and top-p: more would need memory
 
 
 def is_greedy(temperature: float) -> bool:
@@ -89,6 +90,11 @@ class TruncationSettings(Section):
     """sample from the k most likely tokens only; 0: from all"""
     top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
     """sample from the smallest set of tokens with this total probability"""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token may be excluded."""
+        return self.top_k_sampling > 0 or self.top_p < 1
 
 
 class RemoteSettings(Section):

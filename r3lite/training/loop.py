@@ -82,11 +82,11 @@ def train(
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():
                     trainer.rehearse()
-            first_record = oversight.begin(done)
-            if first_record is not None:
-                log.write(first_record)
+            record_of_step_0 = oversight.begin(done)  # of a validation before the first step
+            if record_of_step_0 is not None:
+                log.write(record_of_step_0)
                 log.sync()
-                # Step 0 may be the best checkpoint after a collapse. `run.save` takes step 0 for written.
+                # A collapse may go back to step 0, which `run.save` would not write: nothing was trained yet.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
@@ -120,8 +120,8 @@ def train(
     if last < trainer.total:
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
-    # Writes nothing if the last step has just been saved. But a finished run may have been resumed into another folder:
-    # then no step was taken.
+    # This writes something only if a finished run was resumed into another folder: then no step was taken, and the
+    # folder has no checkpoint yet. In all other cases the last step has just been saved.
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True

@@ -106,18 +106,18 @@ def with_perplexity(record: dict) -> dict:
 
 def means_by_source(
     metric: str,
-    shares: Mapping[str, torch.Tensor | float],
+    parts: Mapping[str, torch.Tensor | float],
     tokens: Mapping[str, int],
 ) -> dict[str, float]:
     """Returns `metric`, the mean over all tokens, and as `METRIC/NAME` the mean over the tokens of each named source.
 
-    `shares` has the part that each source's tokens contribute to the mean over all tokens.
+    `parts` has what each source's tokens contribute to the mean over all tokens, which is the sum of the parts.
     """
     token_count = sum(tokens.values())
-    means = {metric: float(sum(shares.values()))}
-    for name, share in sorted(shares.items()):
+    means = {metric: float(sum(parts.values()))}
+    for name, part in sorted(parts.items()):
         if name:
-            means[f"{metric}/{name}"] = float(share) * token_count / tokens[name]
+            means[f"{metric}/{name}"] = float(part) * token_count / tokens[name]
     return means
 
 

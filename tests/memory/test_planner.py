@@ -31,6 +31,7 @@ from r3lite.models.saving import save_nf4
 from r3lite.models.verification import Verification
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.layout import Layout
+from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LoraSettings
 from tests.lfm2_models import in_file, switches
 from tests.packed_folders import write_packed
@@ -295,6 +296,20 @@ def held(tensors) -> int:
     """Bytes of tensors as they are counted."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(planner.rounded(size) for size in storages.values())
+
+
+def test_truncated_sampling_takes_what_was_planned(small_model):
+    """The plan did not have the sort of top-p: for 64 rows of Qwen2's vocabulary, more than it had for all sampling."""
+    size = 1 << 16
+    model = small_model(vocab_size=size, num_hidden_layers=1)
+    w = Workload(model.config, size, element=2, row_tokens=2, episodes=64, reads=1)
+    logits = torch.randn(64, size, dtype=torch.bfloat16)
+    for truncation, truncates in (({}, False), ({"top_p": 0.9}, True), ({"top_k": 40, "top_p": 0.9}, True)):
+        with LiveTensors() as counter:
+            Sampler(**truncation)(logits, [0.5] * 64)
+        phase = planner.phases(replace(w, truncates=truncates), Memory(rollout_batch_size=64))["sample"]
+        # A CPU sorts with less memory than a card.
+        assert 0.98 * counter.peak <= phase["sampling"] <= 1.2 * counter.peak
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

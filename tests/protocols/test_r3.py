@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from r3lite.core.episode import Document, Search, Step
+from r3lite.core.episode import Document, Question, Search, Step
+from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import same_query
+from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import FAULTS, R3
-from r3lite.settings import ProtocolSettings
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Transcript
+from r3lite.settings import LengthSettings, ProtocolSettings
 
 FORMAT = R3("Q: {question}", "D: {documents} {step}", "Be brief.")
 QUERY = "Step 2:\nThe problem analysis: I need the mayor.\nThe retrieval query: Who is mayor of London"
@@ -202,6 +206,19 @@ def test_an_answer_is_verified_before_it_is_given():
     assert (idle.faults, idle.queries) == (("idle_verification",), ("where?",))
     forced = CAREFUL.read_answer(" A", [Step.asking("x", "y")])
     assert (forced.answer, forced.faults) == ("A", ())
+
+
+def test_a_forced_answer_keeps_the_verification_before_it():
+    """The turn was cut off between the verification and the answer."""
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    layout = Layout(tokenizer, CAREFUL, LengthSettings())
+    transcript = Transcript(Question("1", "which?", ("A",)))
+    layout.open(transcript)
+    transcript.write(tokenizer.encode("Step 1:\nThe problem analysis: It is A.\nThe verification: [1] says so.\n"))
+    layout.close_turn(transcript)
+    transcript.write([*tokenizer.encode(" A"), tokenizer.stop_id])
+    layout.close_turn(transcript)
+    assert transcript.steps == [Step("It is A.", answer="A", verification="[1] says so.", faults=("cut_off",))]
 
 
 def test_the_prompts_of_the_options():

@@ -59,6 +59,16 @@ def test_a_thought_that_is_not_over_is_no_step(layout):
     assert transcript.finish == "malformed" and transcript.steps[0].answer is None
 
 
+def test_a_stop_string_in_a_thought_is_a_quotation(layout):
+    """The prompt shows it, and a thought may repeat it: the turn was cut off there, whatever the limits."""
+    transcript = opened(layout)
+    stop = layout.protocol.stop_strings[0]
+    transcript.write(layout.tokenizer.encode(f"Then we get {stop}"))
+    assert layout.turn_is_over(transcript) == layout.protocol.thinks  # such a thought is part of the step
+    transcript.write(layout.tokenizer.encode(f"\n</think>\n\nIt is known. {stop}"))
+    assert layout.turn_is_over(transcript)
+
+
 def test_a_forced_answer_ends_the_thought(layout):
     transcript, protocol = opened(layout), layout.protocol
     for number in (1, 2):  # the second search is one too many

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from r3lite.rl.advantages import gae, group_normalized, masked_mean, share_without_variance, whiten
+from r3lite.rl.advantages import all_equal, gae, group_normalized, masked_mean, share_without_variance, whiten
 
 
 def test_gae_by_hand_without_gap():
@@ -64,3 +64,13 @@ def test_whitening_reads_the_mask_only():
     x, mask = torch.tensor([[1.0, 100.0, 3.0]]), torch.tensor([[True, False, True]])
     assert torch.allclose(whiten(x, mask), torch.tensor([[-1.0, 0.0, 1.0]]))
     assert masked_mean(x, mask) == pytest.approx(2.0)
+
+
+def test_equal_sums_of_any_size_are_equal_up_to_their_rounding():
+    """Two neighbouring numbers in fp32: the rounding of large sums was taken for a difference."""
+    total = torch.tensor(8596.143)
+    neighbour = total.nextafter(torch.tensor(1e9))
+    assert neighbour - total > 1e-6
+    assert all_equal(torch.stack([total, neighbour]))
+    assert not all_equal(torch.tensor([1e5, 1e5 + 1]))
+    assert all_equal(torch.tensor([0.0, 1e-7])) and not all_equal(torch.tensor([0.0, 1e-5]))

@@ -10,6 +10,8 @@ from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.errors import raises
 from tests.protocols.test_plan import DIAMOND
@@ -57,6 +59,10 @@ def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeyp
     told = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
     expected = [f"evaluate: {count} of 2 episodes" for count in range(3)]
     assert list(dict.fromkeys(told)) == expected
+    # Episodes that are over before the first token, such as those without space for an answer, count as well.
+    over = [Sequence(question, stream=Uniforms("a"), finish=CUT_OFF) for question in questions(2)]
+    engine.finish(over, retrieve, progress="evaluate")
+    assert capsys.readouterr().err.startswith("evaluate: 2 of 2 episodes")
     engine.run(questions(2), ["a", "b"], retrieve)
     assert capsys.readouterr().err == ""
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.core.episode import ANSWERED, SEARCHING, Document, Question
+from r3lite.core.episode import ANSWERED, CUT_OFF, SEARCHING, Document, Question
 from r3lite.protocols.r3 import R3
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout.prefixes import common_length
@@ -183,6 +183,28 @@ def test_a_last_turn_that_searches_again_ends_there(engine, firsts):
     (end,) = engine.end_again([firsts[0]], ["y"], None)
     assert (end.finish, end.pending, end.episode().prediction) == (SEARCHING, (), "")
     assert end.steps[2].queries == ("one more",)
+
+
+def test_a_last_turn_at_the_hop_limit_gets_no_forced_answer(scripted):
+    """The plan counts one turn for an end, and a search there counts as a search: it has no reward."""
+    lengths = dataclasses.replace(LENGTHS, max_hops=1)
+    engine = scripted({"0": [ask(1, "first"), answer(2, "London")]}, protocol=PROTOCOL, lengths=lengths)
+    (first,) = engine.run(ASKED[:1], ["a"], retrieve)
+    engine.script = {"0": [SCRIPT["0"][0], ask(2, "one too many")]}
+    (end,) = engine.end_again([first], ["y"], None)
+    assert (end.finish, end.pending, end.episode().prediction) == (SEARCHING, (), "")
+    assert end.steps[1].queries == ("one too many",)
+    assert all(end.action_mask[first.turn_start :])
+
+
+def test_a_last_turn_that_is_cut_off_gets_no_forced_answer(scripted):
+    engine = scripted({"0": [ask(1, "first"), answer(2, "London")]}, protocol=PROTOCOL, lengths=LENGTHS)
+    (first,) = engine.run(ASKED[:1], ["a"], retrieve)
+    engine.script = {"0": [SCRIPT["0"][0], "Step 2:\nThe problem analysis: " + "and so on " * 100]}
+    (end,) = engine.end_again([first], ["y"], None)
+    assert (end.finish, end.episode().prediction) == (CUT_OFF, "")
+    assert end.steps[1].faults == ("cut_off",)
+    assert sum(end.action_mask) == len(end.tokens) - first.turn_start == LENGTHS.max_new_tokens
 
 
 def test_a_forced_answer_is_forced_again(scripted):

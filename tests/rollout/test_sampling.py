@@ -2,6 +2,7 @@ import numpy as np
 import torch
 
 from r3lite.rollout.sampling import Sampler
+from r3lite.settings.rollout import TRUNCATED_ROWS
 
 
 def drawn(sampler, logits, uniforms):
@@ -59,6 +60,17 @@ def test_rows_do_not_depend_on_each_other():
     together = drawn(Sampler(), logits, uniforms)
     alone = [drawn(Sampler(), logits[i : i + 1], uniforms[i : i + 1]) for i in range(6)]
     assert together[0] == [a[0][0] for a in alone]
+
+
+def test_truncated_rows_do_not_depend_on_each_other():
+    """More rows than are sorted at once, and not a multiple of them."""
+    torch.manual_seed(0)
+    count = 2 * TRUNCATED_ROWS + 3
+    logits, uniforms = torch.randn(count, 1000), list(np.random.default_rng(1).random(count))
+    for sampler in (Sampler(top_p=0.7), Sampler(top_k=5), Sampler(0.8, 50, 0.9)):
+        together = drawn(sampler, logits, uniforms)
+        alone = [drawn(sampler, logits[i : i + 1], uniforms[i : i + 1]) for i in range(count)]
+        assert together == ([a[0][0] for a in alone], [a[1][0] for a in alone])
 
 
 def test_at_the_edge_of_a_block_no_token_without_probability_is_drawn():

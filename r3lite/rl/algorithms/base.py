@@ -67,7 +67,7 @@ class Algorithm:
     # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Those settings that this algorithm reads and not all others do.
+    # Names of the settings that this algorithm reads and some other algorithms do not.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
@@ -155,8 +155,9 @@ class Algorithm:
         """Returns the loss [N] of each action token, and further metrics [N], which are logged as means over tokens.
 
         `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default PPO's clipped loss
-        (arXiv 1707.06347, eq. 7) less the entropy bonus, plus beta KL if the algorithm has the KL in its loss. The
-        metric `kl` is the k3 estimate whatever --kl-estimator is.
+        (arXiv 1707.06347, eq. 7), with --importance-cap times min(pi_old / pi_sampler, cap), less the entropy bonus,
+        plus beta KL if the algorithm has the KL in its loss. The metric `kl` is the k3 estimate whatever --kl-estimator
+        is.
         """
         settings = self.settings
         loss, metrics = losses.clipped_surrogate(

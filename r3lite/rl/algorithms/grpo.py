@@ -2,7 +2,7 @@
 
 advantages  (R_i - mean R) / (std R + eps) over the episodes of one question, for all tokens of episode i
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
-            + beta k3(pi, pi_ref)                                                        (eq. 3 and 4)
+            + beta KL(pi, pi_ref), by default the estimate k3                            (eq. 3 and 4)
 normalizer  mean over each episode's action tokens, then mean over the episodes of the mini-batch
 """
 
