@@ -157,7 +157,7 @@ def test_the_length_of_a_run_is_counted_by_its_data_if_they_are_here(tmp_path, c
     counted = "9 rows, 0 more held out; 6 steps of 3 rows\n"
     for output in (capsys.readouterr().out, dry_run(sft, sft_flags, capsys)):
         assert "for the run of 6 steps." in output and counted in output
-    rl_flags = [*tiny, "--batch-size", "4", "--data", "q.jsonl", "--exclude", "exclude.jsonl"]
+    rl_flags = [*tiny, "--batch-size", "4", "--data", "q.jsonl", "--exclude", "exclude.jsonl", "--retriever", "none"]
     planned(tmp_path, *rl_flags, "--algorithm", "grpo")
     for output in (capsys.readouterr().out, dry_run(ppo, rl_flags, capsys)):
         assert "for the run of 4 rounds." in output and "8 questions; 4 rounds of 4" in output
