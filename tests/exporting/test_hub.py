@@ -126,8 +126,9 @@ def export(hub, folder, *flags, token=SECRET):
 
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder.parent / "home")}
     env |= {"HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    run = folder.parent / "run"  # an upload reads nothing of it, but it must be there
+    run = folder.parent / "run"  # an upload reads nothing of it, but it must be there, with an adapter
     run.mkdir(exist_ok=True)
+    (run / "adapter_config.json").touch()
     call = [sys.executable, "-m", "r3lite.export", "--preset", "tiny", "--model", "tiny", "--adapter", str(run)]
     done = subprocess.run(
         [*call, "--output", str(folder), *flags], env=env, capture_output=True, text=True, timeout=120
