@@ -71,7 +71,7 @@ def test_a_system_message_of_ones_own_and_any_preset(toy, prompts, capsys):
 def test_an_adapter_is_asked_as_the_base_is(cold, tmp_path, capsys):
     """What format it was trained on plays no role, and nothing is warned of."""
     data = ["--data", str(WORLD / "dev.jsonl"), "--limit", "3", "--index", str(cold / "index"), "--encoder", "hashing"]
-    run = ["--model", "tiny", *data, "--baseline", "rag", "--max-new-tokens", "16", "--device", "cpu"]
+    run = ["--preset", "tiny", *data, "--baseline", "rag", "--max-new-tokens", "16"]
     assert evaluate.main([*run, "--output", str(tmp_path / "base")]) == 0
     assert evaluate.main([*run, "--adapter", str(cold / "sft"), "--output", str(tmp_path / "trained")]) == 0
     assert "warning" not in capsys.readouterr().err
