@@ -71,7 +71,7 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # From the number of rollbacks the budget sees if its last update was undone: then it must not judge it.
+            # A rollback has undone the last update: the budget must not judge it. It knows by their number.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
@@ -218,7 +218,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
 
 
 def read_questions(config: PpoConfig) -> list[Question]:
-    """Returns the questions of a run, which are those that `check_questions` lets pass."""
+    """Reads the questions of a run and checks them."""
     questions = read_questions_of(config.data, config.mixture)
     check_questions(config, questions)
     return questions

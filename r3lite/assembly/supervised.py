@@ -86,7 +86,7 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
+            # The adapter does not change before the update, so it is cast to the dtype of the passes only once.
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 rank_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device: only now `rank_parts` can be read
@@ -100,10 +100,9 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Computes the gradients of a step of the run's longest rows, and drops them.
+        """Runs a step of the run's longest rows, with one rank only its largest micro-batch, and drops the gradients.
 
-        With one rank, it is the largest micro-batch of that step alone. Micro-batches of shorter rows may be fuller:
-        the memory plan has as many tokens as fit into one.
+        Other micro-batches may have more tokens, but never more than the memory plan allows for one.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -256,10 +255,11 @@ def few_steps(config: SftConfig, rows: int) -> str:
     steps, row_limit = config.steps_and_row_limit(rows)
     if row_limit is None or steps >= FEWEST_STEPS:
         return ""
-    times = config.rows_per_step
+    rows_per_step = config.rows_per_step
     return (
-        f"{rows} rows make only {steps} steps of {times}, in which a model hardly learns the step format: collect from "
-        f"more documents or questions, lower --gradient-accumulation, or raise --epochs ({FEWEST_STEPS} steps or more)"
+        f"{rows} rows make only {steps} steps of {rows_per_step}, in which a model hardly learns the step format: "
+        f"collect from more documents or questions, lower --gradient-accumulation, or raise --epochs ({FEWEST_STEPS} "
+        "steps or more)"
     )
 
 

@@ -174,9 +174,10 @@ class R3(Protocol):
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; the step's `faults` name everything that is wrong with the turn.
 
-        A usable query, or else a usable answer, is kept in spite of faults, so that the episode can go on and be
+        A usable query or a usable answer is kept in spite of other faults, so that the episode can go on and be
         rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable: it is
-        not clear which one is meant. Of two queries the first is used, because a search does not end the episode.
+        not clear which one is meant. Of two queries the first is used, because a search does not end the episode; with
+        a query and a list of queries, none is.
         """
         step_heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         body = text

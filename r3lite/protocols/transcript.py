@@ -16,7 +16,8 @@ class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far.
 
     In a turn with a *forced answer* the layout writes the heading of the answer, and the model only the answer. Answers
-    are forced after --max-hops searches, after a turn that a limit cut off, where no documents fit, and in baselines.
+    are forced after --max-hops steps that search, after a turn that a limit cut off, where no documents fit, and in
+    baselines.
     """
 
     question: Question
@@ -25,7 +26,7 @@ class Transcript(TokenRecord):
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
-    closed_forced_step: Step | None = None  # `forced_step` of a turn that is over: `Sequence.reopened` forces it again
+    closed_forced_step: Step | None = None  # `forced_step` of the last turn, for --learn answer, which samples it again
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode

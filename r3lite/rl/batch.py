@@ -270,6 +270,7 @@ def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns the hidden states [N, C] that predict the action tokens, and these tokens [N], in row-major order. The
     hidden state of token t - 1 predicts token t.
     """
+    # A mask may be longer than its row: only the row's part of it is read.
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 

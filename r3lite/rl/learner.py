@@ -50,7 +50,7 @@ class UpdateBudget(Protocol):
     metrics: dict[str, float]  # of the current round
 
     def begin(self, number: int, rollbacks: int) -> None:
-        """Called before round `number`, with the number of rollbacks that the collapse guard has made so far."""
+        """Called in round `number` before it is learned from, with the number of rollbacks of the collapse guard."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
         """Judges the update of the round before by the KL and its standard error; sets the next update's learning rate.
@@ -303,7 +303,7 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # `means_of` divides the sums of each kind of metric by the number of tokens whose name has the same prefix.
+        # `means_of` divides each sum by the number of tokens of its kind: that of these totals with the same prefix.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,

@@ -201,7 +201,7 @@ class Engine:
         """Reads the step of a turn that is over, which may end the episode."""
         sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
-        # If it is not, it still gets its documents, or a forced answer in the next turn.
+        # An incomplete step still gets its documents, or a forced answer in the next turn.
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
             sequence.listener.step(sequence)
@@ -266,7 +266,8 @@ class Engine:
     def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
         """Runs the last token of each row and the draft behind it; returns the drafts and the hidden states [N, C].
 
-        All drafts are empty if the decoder has no drafter, if none pays, or if a number of their pass is not finite.
+        All drafts are empty if the decoder has no drafter, if no draft would save time, or if a number of their pass is
+        not finite.
         """
         firsts = [row[0] for row in rows]
         drafts: list[list[int]] = []

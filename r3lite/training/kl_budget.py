@@ -67,7 +67,7 @@ class KlBudget:
         self.metrics: dict[str, float] = {}  # of the round
 
     def begin(self, number: int, rollbacks: int) -> None:
-        """Called before round `number`, with the rollbacks that the guard has made so far.
+        """Called in round `number` before it is learned from, with the number of rollbacks of the guard.
 
         After a rollback the weights are not those that the last update led to. Their path is shorter than `path`, so
         the rate is rather too low then.

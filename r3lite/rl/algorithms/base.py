@@ -67,7 +67,7 @@ class Algorithm:
     # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Names of the settings that this algorithm reads and some other algorithms do not.
+    # Names of the settings that have an effect with this algorithm, but not with all others.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
