@@ -71,7 +71,7 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # A rollback has undone the last update: the budget must not judge it. It knows by their number.
+            # An update that a rollback has undone must not be judged; the budget knows by the number of rollbacks.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:

@@ -28,9 +28,8 @@ class Fetcher:
         self.iteration = 0
         self.queued: list[Sequence] = []
         self.queued_since = 0  # iteration at which the first of them was queued
-        self.in_flight: deque[tuple[int, Future]] = (
-            deque()
-        )  # each with the iteration in which its result is taken at the latest
+        # Each with the iteration in which its result is taken at the latest.
+        self.in_flight: deque[tuple[int, Future]] = deque()
 
     def close(self) -> None:
         """Waits for the batch that is being retrieved, and drops those behind it."""
