@@ -47,10 +47,8 @@ def export(config: ExportConfig) -> None:
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         check_output(config)
-        already_exported = is_export(output)
-        if already_exported or not is_occupied(output):
-            sweep(output)  # of a kill
-        if settings.push and already_exported:
+        sweep(output)  # of a kill
+        if is_export(output):
             print(f"{output} was already exported, and is not changed")
         else:
             from r3lite.assembly import exporter

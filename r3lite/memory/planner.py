@@ -485,15 +485,14 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     row_sampling = logits + w.model.vocab_size * (FP32 + FP32)  # logits; scaled ones and probabilities
     if w.own_samplers:
         row_sampling += logits
-    sampling = rows * row_sampling
+    places = rows
+    sampling = places * row_sampling
     if w.draft_tokens:
         # A token is sampled after each place: the last token of a sequence, and each of its drafted ones. Sequences
         # that share a row get a copy of its logits, so that logits count twice.
         drafting = min(rows, DRAFTING_SEQUENCES)
         places = drafting + min(drafting * w.draft_tokens, MOST_DRAFTED)
         sampling = max(sampling, places * (logits + row_sampling))
-    else:
-        places = rows
     if w.truncates:
         sampling += min(places, TRUNCATED_ROWS) * w.model.vocab_size * SORTING
     drawing = {
