@@ -89,7 +89,7 @@ def usable_traces(
     matched = _matched_traces(traces, questions, layout)
     fitting = [match for match in matched if match.row is not None]
     episodes = [Episode(match.question, list(match.trace.steps), ANSWERED) for match in fitting]
-    rewards = score_all(episodes, config.reward, judge)
+    rewards = score_all(episodes, config.reward, judge, {question.source for question in questions})
     missing = 0
     wrong = 0
     best: dict[str, Rollout] = {}  # by the question's id

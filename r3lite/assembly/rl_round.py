@@ -284,7 +284,8 @@ class RoundSampler:
         """Returns the episodes with their rewards; the weights of the rewards may depend on the round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge))
+        sources = {question.source for question in self.questions}
+        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge, sources))
         return Round(sequences, rewards, groups)
 
     def with_off_policy(

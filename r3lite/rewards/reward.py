@@ -3,6 +3,7 @@
 Takes an episode, the weights of the settings and, if there is a judge, its `Verdict`.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from r3lite.core.answer_match import answer_scores
@@ -130,11 +131,17 @@ def score_all(
     episodes: list[Episode],
     settings: RewardSettings,
     judge: Judge | None,
+    run_sources: Set[str],
 ) -> list[EpisodeReward | None]:
-    """Returns the reward of each episode, by the judge's verdicts if there is a judge; None: missing, see `score`."""
+    """Returns the reward of each episode, by the judge's verdicts if there is a judge; None: missing, see `score`.
+
+    Raises R3LiteError if a reward is missing for all of many episodes (see `check_all_missing`). `run_sources` are the
+    names of the run's data sets: episodes of only some of them prove nothing, since questions of another one may have
+    what the reward needs.
+    """
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)
     rewards = [score(episode, settings, verdict) for episode, verdict in pairs]
-    if all(reward is None for reward in rewards):
+    if all(reward is None for reward in rewards) and run_sources <= {episode.question.source for episode in episodes}:
         check_all_missing(episodes, verdicts, settings)
     return rewards
