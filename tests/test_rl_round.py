@@ -4,13 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3lite.assembly.rl_round import Expansion, Round, RoundSampler, choose_expansions
+from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.invocation import with_values
 from r3lite.core.spans import Stopwatch
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rewards.verdict import StepVerdict, Verdict
+from r3lite.rl.expansion import Expansion, choose_expansions
+from r3lite.rl.refill import groups_with_variance
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import PpoConfig
@@ -45,9 +47,13 @@ def round_of(*groups: list[Sequence]) -> Round:
     return Round(sequences, [scored(s) for s in sequences], [i for i, group in enumerate(groups) for _ in group])
 
 
+def expansions_of(made: Round) -> list[Expansion]:
+    return choose_expansions(made.near_misses(), groups_with_variance(made.signals()))
+
+
 def test_which_episodes_get_another_end_and_from_where():
     a, b, c, d = QUESTIONS
-    found = choose_expansions(
+    found = expansions_of(
         round_of(
             [sequence(a, "0-", "yes"), sequence(a, "01"), sequence(a, "--")],  # differ: after the others
             [sequence(b, "1"), sequence(b, "0-12"), sequence(b, "00")],  # all failed
@@ -63,7 +69,7 @@ def test_which_episodes_get_another_end_and_from_where():
 def test_an_episode_without_a_reward_gets_no_other_end():
     made = round_of([sequence(QUESTIONS[0], "0"), sequence(QUESTIONS[0], "0")])
     made.rewards[0] = None
-    assert choose_expansions(made) == [Expansion(1, 1)]
+    assert expansions_of(made) == [Expansion(1, 1)]
 
 
 def test_right_is_what_the_judge_says_if_there_is_one():
@@ -253,7 +259,7 @@ def test_near_misses_of_groups_whose_answers_are_alike_come_first():
         made.rewards[i] = EpisodeReward(
             [0.0] * (len(made.rewards[i].by_step) - 1) + [total], parts, answer_reward=parts["em"]
         )
-    assert [expansion.origin for expansion in choose_expansions(made)] == [2, 3, 0]
+    assert [expansion.origin for expansion in expansions_of(made)] == [2, 3, 0]
 
 
 def test_the_signal_of_an_episode_goes_with_its_rollout():

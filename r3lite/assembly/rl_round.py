@@ -10,7 +10,7 @@ group has *variance* if its signals differ. A *refill* samples further groups in
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Protocol
 
 from r3lite.assembly.rl_guidance import Guidance
@@ -26,17 +26,10 @@ from r3lite.rewards.registry import changing_reward_weights, settings_of_round
 from r3lite.rewards.reward import EpisodeReward, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
+from r3lite.rl.expansion import Expansion, NearMiss, choose_expansions
 from r3lite.rl.refill import Signals, groups_with_variance
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """A new episode that begins with the first steps of an earlier one of its round, its origin."""
-
-    origin: int  # index of the earlier episode
-    steps: int  # number of steps that both have
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,22 @@ class Round:
             signal = None if reward is None else reward.signal
             by_group.setdefault(group, []).append(signal)
         return [by_group[group] for group in sorted(by_group)]
+
+    def near_misses(self) -> list[NearMiss]:
+        """Returns the failed episodes with a step that retrieved a gold paragraph which no earlier step had."""
+        near_misses = []
+        for i, reward in enumerate(self.rewards):
+            new_gold = self.sequences[i].episode().new_gold()
+            useful_steps = [number for number, paragraphs in enumerate(new_gold, 1) if paragraphs]
+            if useful_steps and reward is not None and not reward.right:
+                near_miss = NearMiss(
+                    index=i,
+                    group=self.groups[i],
+                    gold_count=sum(map(len, new_gold)),
+                    last_useful_step=useful_steps[-1],
+                )
+                near_misses.append(near_miss)
+        return near_misses
 
     def metrics(self) -> dict[str, float | None]:
         """Returns means over the episodes without the expansions, whose origins were selected by their rewards."""
@@ -307,7 +316,8 @@ class RoundSampler:
 
     def with_expansions(self, number: int, this_round: Round) -> Round:
         """Returns the round with a second end for some failed episodes: grounded expansion (arXiv 2601.21699)."""
-        expansions = choose_expansions(this_round)[: self.config.rl.expand_limit]
+        varied_groups = groups_with_variance(this_round.signals())
+        expansions = choose_expansions(this_round.near_misses(), varied_groups)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
         groups = []
@@ -386,50 +396,6 @@ def sample_on_ranks(
     # "sample" is the phase: if memory runs out in it, fewer episodes are sampled at a time.
     rank_sequences = engine.grant.run_within_memory("sample", sample, rank_starts, rank_seeds, retrieve)
     return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
-
-
-@dataclass(frozen=True)
-class NearMiss:
-    """A failed episode with a useful step. A useful step retrieved a gold paragraph that no earlier step had."""
-
-    index: int  # index of the episode in its round
-    group: int
-    gold_count: int  # number of gold paragraphs that its steps retrieved
-    last_useful_step: int  # number of its last useful step, from 1
-
-
-def choose_expansions(this_round: Round) -> list[Expansion]:
-    """Returns an expansion of each near miss of a round, best first. It keeps all steps up to the last useful one.
-
-    Near misses of groups without variance come first, then those of the other groups. Within each of the two, groups
-    take turns: first comes the best near miss of each group, then the second best of each, and so on. The best one of a
-    group has the most gold paragraphs.
-    """
-    by_group: dict[int, list[NearMiss]] = {}
-    for i, reward in enumerate(this_round.rewards):
-        new_gold = this_round.sequences[i].episode().new_gold()
-        useful_steps = [number for number, paragraphs in enumerate(new_gold, 1) if paragraphs]
-        if useful_steps and reward is not None and not reward.right:
-            near_miss = NearMiss(
-                index=i,
-                group=this_round.groups[i],
-                gold_count=sum(map(len, new_gold)),
-                last_useful_step=useful_steps[-1],
-            )
-            by_group.setdefault(near_miss.group, []).append(near_miss)
-    rank_in_group: dict[int, int] = {}  # by the index of the episode; 0: best
-    for candidates in by_group.values():
-        best_first = sorted(candidates, key=lambda near_miss: -near_miss.gold_count)  # equal ones stay in their order
-        for rank, near_miss in enumerate(best_first):
-            rank_in_group[near_miss.index] = rank
-    varied_groups = groups_with_variance(this_round.signals())
-
-    def order(near_miss: NearMiss) -> tuple[bool, int, int]:
-        # False sorts before True: groups without variance come first.
-        return near_miss.group in varied_groups, rank_in_group[near_miss.index], near_miss.index
-
-    ordered = sorted(chain.from_iterable(by_group.values()), key=order)
-    return [Expansion(near_miss.index, near_miss.last_useful_step) for near_miss in ordered]
 
 
 def _share_without_variance(signals: Signals) -> float:
