@@ -10,11 +10,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
-from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import NO_SPANS, build_spans
 from r3lite.datasets.order import rows_of_step
@@ -130,7 +128,7 @@ class SFTTrainer:
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
         parts_of_loss: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
+        for micro_batch in self.ranks.counted(micro_batches, "learning", "passes"):
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
@@ -204,7 +202,8 @@ class SFTTrainer:
         self.policy.model.eval()
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
-            for micro_batch in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
+            micro_batches = self.micro_batches(self.held_out)
+            for micro_batch in self.ranks.counted(micro_batches, "validating", "passes"):
                 sums[micro_batch[0].source] += self.loss(micro_batch).item()
         return sums
 

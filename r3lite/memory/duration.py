@@ -237,6 +237,11 @@ class Duration:
         return f"reading {w.step_rows:,} trajectories"
 
     @property
+    def is_upper_bound(self) -> bool:
+        """Whether the lengths of rows or episodes are not known, so that the prediction is for the longest."""
+        return bool(self.workload.episodes) or not self.workload.mean_tokens
+
+    @property
     def remedy(self) -> str:
         """Says which flags shorten the time."""
         flags = "--batch-size"
@@ -250,9 +255,8 @@ class Duration:
         If the lengths of rows or episodes are not known, it is for the longest, and so the most that it may be.
         """
         w = self.workload
-        assumes_longest = bool(w.episodes) or not w.mean_tokens
         message = f"about {in_words(self.seconds)} for {self.unit}"
-        if assumes_longest:
+        if self.is_upper_bound:
             message = f"at most {message}"
         if len(self.phases) > 1:
             parts = (f"{phase} {in_words(seconds)}" for phase, seconds in self.phases.items())
@@ -263,7 +267,7 @@ class Duration:
             message += f"; {in_words(self.validation_seconds)} for a validation"
         if w.trains:
             message += f"; {self._whole_run()}"
-        if assumes_longest:
+        if self.is_upper_bound:
             return f"{message}. {self._usual()}, {self._origin()}"
         return f"{message}. Within a factor of two, {self._origin()}"
 
