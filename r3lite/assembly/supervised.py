@@ -98,9 +98,10 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Runs a step of the run's longest rows, with one rank only its largest micro-batch, and drops the gradients.
+        """Runs the forward and backward passes of a step of the run's longest rows, and drops the gradients.
 
-        Other micro-batches may have more tokens, but never more than the memory plan allows for one.
+        A process that is alone runs only the largest micro-batch of them. Micro-batches of other rows may have more
+        tokens, but never more than the memory plan allows for one.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -250,7 +251,10 @@ def train(config: SftConfig, ranks: Ranks) -> None:
 
 
 def few_steps(config: SftConfig, rows: int) -> str:
-    """Returns a message that this number of rows is too small for a run whose length it decides; "" if it is not."""
+    """Returns a warning if a run has fewer than FEWEST_STEPS steps because it has so few rows, else "".
+
+    With --max-steps it has as many steps as the user chose.
+    """
     steps, row_limit = config.steps_and_row_limit(rows)
     if row_limit is None or steps >= FEWEST_STEPS:
         return ""

@@ -267,7 +267,8 @@ class CausalLM(nn.Module):
         The context says which tokens these are:
         - None: independent rows, padded on the right.
         - A pack, a prefill or a verification of drafts: the tokens of all rows, laid end to end, [1, N].
-        - A decode step: the next token of each row, [B, 1]. A CUDA graph verifies drafts as one, of T tokens: [B, T].
+        - A decode step: the next token of each row, [B, 1].
+        - A verification of drafts in a CUDA graph: the last token of each row and its draft, [B, T].
 
         The hidden states are divided by the config's `logits_scaling`, so that `logits` needs no division.
         """

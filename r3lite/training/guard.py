@@ -142,7 +142,9 @@ class Guard:
         return alarms
 
     def first_rounds(self, record: dict) -> list[Numbers]:
-        """Returns the first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
+        """Returns the watched metrics of the first rounds, if the one with the metrics `record` is the last of them;
+        else an empty list.
+        """
         if self.rounds + 1 != self.start_rounds:  # `check` has not counted this round yet
             return []
         return [*self.first, watched(record)]
