@@ -84,7 +84,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # The adapter does not change before the update, so it is cast to the dtype of the passes only once.
+            # The adapter does not change before the update, so it is cast to the dtype of the passes only once. The
+            # grant has the memory figures of the run: if memory runs out, it drops all gradients, and calls
+            # `add_gradients` again with smaller figures. "update" is the phase of the memory plan.
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 rank_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device: only now `rank_parts` can be read
@@ -288,14 +290,14 @@ def build_trainer(
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     encoded = encode_rows_of(examples_by_source, layouts)
-    held_out = encode_fitting(validation, layouts)
+    held_out = encode_fitting(validation, layouts)  # rows that are too long are left out, perhaps all
     steps, _ = config.steps_and_row_limit(len(encoded))
     message = few_steps(config, len(encoded))
     if message and ranks.first:
         print(f"warning: {message}", file=sys.stderr)
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
-        fresh=config.lora,
+        lora=config.lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
         set_by_user=config.set_by_user,

@@ -22,7 +22,7 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """How an episode begins. In a baseline we make the first search or write the answer's heading, not the model."""
+    """How an episode begins. In some baselines we make the first search or write the answer's heading for the model."""
 
     # If plain, the protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the
     # question.

@@ -297,7 +297,8 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # `means_of` divides each sum by the number of tokens of its kind: that of these totals with the same prefix.
+        # Here are the numbers of tokens by which `means_of` divides sums: `x` by TOKENS, and `off_policy/x` by
+        # OFF_POLICY + TOKENS.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,

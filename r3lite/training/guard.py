@@ -164,7 +164,7 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Begins to count anew."""
+        """Forgets the recent rounds, and how many in a row were beyond a limit."""
         self.recent = []
         self.beyond = {}
 
