@@ -1,6 +1,6 @@
 """Trains a LoRA adapter by reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
 
-The trainer is in assembly/reinforcement.py.
+The command is named after its first algorithm; `r3lite rl` is the same. The trainer is in assembly/reinforcement.py.
 """
 
 from r3lite.core import command

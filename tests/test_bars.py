@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from tqdm import tqdm
 
 from r3lite.core import bars
+from r3lite.devices.ranks import ALONE
 
 
 class Clock:
@@ -49,3 +50,16 @@ def test_a_bar_within_another_leaves_nothing_behind():
     """tqdm's leave=None: only the outermost stays."""
     assert bars.named("evaluate", "answering") == {"desc": "evaluate", "leave": None, "disable": None}
     assert bars.named(None, "answering") == {"desc": "answering", **bars.BRIEF}
+
+
+def test_passes_of_a_long_step_are_counted_in_lines(monkeypatch, capsys):
+    """Nine minutes of a first step went by without a sign of life."""
+    clock = Clock()
+    monkeypatch.setattr(bars, "time", clock)
+    passes = ["a", "b", "c"]
+    seen = []
+    for item in ALONE.counted(passes, "learning", "passes"):
+        seen.append(item)
+        clock.now += 6
+    assert seen == passes
+    assert capsys.readouterr().err == "learning: 2 of 3 passes, 12 s\n"

@@ -78,6 +78,7 @@ def test_values_are_read_by_their_type():
     ("argv", "message"),
     [
         (["--lora-rank", "8"], r"unknown argument --lora-rank \(did you mean --lora-r"),
+        (["--num-generations", "4"], "unknown argument --num-generations$"),  # of ppo; it is not like --verification
         (["--lernrate=3"], "unknown argument --lernrate=3"),
         (["stray"], "unknown argument stray"),
         (["--lora-r", "0"], "lora_r is 0; it must be at least 1"),

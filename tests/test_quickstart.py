@@ -4,11 +4,22 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from r3lite import quickstart
-from r3lite.assembly.stages import HURRIED, Stage, introduction, print_what_next, report, run_stage, teacher_scores
+from r3lite.assembly.stages import (
+    HURRIED,
+    Stage,
+    evaluation_arguments,
+    introduction,
+    print_what_next,
+    report,
+    run_stage,
+    teacher_scores,
+)
+from r3lite.core.exit_status import INTERRUPTED, TERMINATED, Terminated
 from r3lite.core.files import write_json, write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.settings import QuickstartSettings
@@ -117,3 +128,17 @@ def test_the_last_lines_are_whole_commands_for_own_documents(tmp_path, capsys):
     for name, (_, *arguments) in zip(names, commands, strict=True):
         config, _ = CONFIGS[name]
         resolve(name, config, arguments).check_settings(name)
+
+
+@pytest.mark.parametrize("status", [INTERRUPTED, TERMINATED])
+def test_a_training_that_is_interrupted_says_how_to_score_it(tmp_path, capsys, status):
+    """After 48 minutes there was only the command that continues RL, and none to the last scores."""
+    config = quickstart.QuickstartConfig()
+    arguments = evaluation_arguments(config, tmp_path, name="PPO", adapter=tmp_path / "ppo")
+    stopped = SimpleNamespace(main=lambda arguments: status)
+    with pytest.raises((KeyboardInterrupt, Terminated)):
+        run_stage("RL", {"ppo": stopped}, "ppo", ["--x"], evaluation=arguments)
+    *_, command = capsys.readouterr().err.strip().split("score it with: ")
+    _, _, name, *words = shlex.split(command)
+    assert name == "r3lite.evaluate" and str(tmp_path / "ppo") in words
+    resolve("evaluate", CONFIGS["evaluate"][0], words).check_settings("evaluate")

@@ -51,10 +51,10 @@ REFERENCE = "reference"
 class Training:
     """The settings of training an adapter or all weights, and for algorithms with a critic a value head."""
 
-    fresh: LoraSettings  # shape of the adapter, if --adapter names none to start from
+    lora: LoraSettings  # shape of the adapter, if --adapter names none to start from
     optimizer: OptimizerSettings
     seed: int
-    set_by_user: Collection[str] = ()  # names of settings; those of `fresh` must be the adapter's, too
+    set_by_user: Collection[str] = ()  # names of settings; those of `lora` must be the adapter's, too
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
     critic_learning_rate: float | None = None  # None: no critic
     ranks: Ranks = ALONE  # which train it together
@@ -123,7 +123,7 @@ def load_policy(
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
-    trains_all = training is not None and training.fresh.no_lora
+    trains_all = training is not None and training.lora.no_lora
     trains_adapter = training is not None and not trains_all
     fingerprint = weights.fingerprint(folder) if settings.adapter or trains_adapter else None
     if settings.adapter:
@@ -165,7 +165,7 @@ def load_policy(
 
 def _add_fresh_adapter(model: CausalLM, training: Training) -> None:
     """Adds the adapter that is trained if there is none to start from."""
-    shape = training.fresh
+    shape = training.lora
     lora.add_adapter(
         model,
         POLICY,
@@ -365,7 +365,7 @@ def _check_shape(
         "lora_targets": config.targets,
     }
     for name, value in shape.items():
-        setting = getattr(training.fresh, name)
+        setting = getattr(training.lora, name)
         is_equal = setting == value
         if name == "lora_targets":
             is_equal = of_model(setting, projection_names(model)) == value

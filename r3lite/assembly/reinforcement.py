@@ -71,16 +71,17 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # An update that a rollback has undone must not be judged; the budget knows by the number of rollbacks.
+            # The budget of --kl-budget checks the update of the round before. It must not if a rollback has undone that
+            # update, which it knows by the number of rollbacks.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
             record |= self.round_sampler.judge.counts()
         record |= watch.laps
-        # Once in a run, when the first rounds are over, the guard returns their numbers; in all other rounds, nothing.
-        numbers_of_first_rounds = self.guard.first_rounds(record)
-        if numbers_of_first_rounds:
-            rl_setup.warn_of_no_reward(self.config, numbers_of_first_rounds)
+        # Once in a run, when the first rounds are over, the guard returns their metrics; in all other rounds, nothing.
+        metrics_of_first_rounds = self.guard.first_rounds(record)
+        if metrics_of_first_rounds:
+            rl_setup.warn_of_no_reward(self.config, metrics_of_first_rounds)
         return record, sampled.token_count
 
     def _learn(self, number: int, sampled: Round, watch: Stopwatch) -> dict[str, float]:

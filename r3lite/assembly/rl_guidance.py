@@ -18,7 +18,7 @@ from r3lite.devices.ranks import Ranks
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.registry import changing_reward_weights
+from r3lite.rewards.registry import metrics_of_weights
 from r3lite.rewards.reward import EpisodeReward, highest_outcome, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
@@ -36,7 +36,7 @@ def check(config: PpoConfig) -> None:
         )
     if not algorithm.has_traces and not algorithm.has_replay:
         return
-    if changing_reward_weights(config.reward, 1):
+    if metrics_of_weights(config.reward, 1):
         cause = f"{rl.algorithm} reuses the rewards of earlier rounds"
         raise UsageError(
             f"{cause}, but a first_weight changes the weights of --rewards: pass --curriculum-rounds 0",

@@ -3,7 +3,8 @@
 Some settings add to that: off-policy episodes (`rl_guidance`), expansions, and refills.
 
 The episodes of one question are a group, and advantages compare them. The *signal* of an episode is the number that
-tells whether there is something to learn from this comparison (`EpisodeReward.signal`: the reward of the answer). A
+tells whether there is something to learn from this comparison (`EpisodeReward.signal`: the reward of the answer, or
+the total if the run has no reward for answers). A
 group has *variance* if its signals differ. A *refill* samples further groups in place of those without variance. An
 *expansion* is a second end for a failed episode.
 """
@@ -22,7 +23,7 @@ from r3lite.datasets.sources import build_mixture
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.registry import changing_reward_weights, settings_of_round
+from r3lite.rewards.registry import metrics_of_weights, settings_of_round
 from r3lite.rewards.reward import EpisodeReward, score_all
 from r3lite.rewards.rounds import episode_records, mixed_groups, round_metrics
 from r3lite.rl.batch import Rollout
@@ -161,7 +162,8 @@ def to_rollout(
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
     for step_end, step_reward in zip(sequence.step_ends, reward.by_step, strict=True):
-        # False only with --learn answer, which rewards the last step alone: the model did not sample the others again.
+        # With --learn answer only the last step is an action and rewarded: the ends of a context share the earlier
+        # steps, see `Sequence.reopened`.
         if sequence.action_mask[step_end]:
             token_rewards.append((step_end, step_reward))
     return Rollout(
@@ -264,7 +266,7 @@ class RoundSampler:
         with watch.stage("score"):
             groups = [i // rl.num_generations for i in range(len(sequences))]
             this_round = self.score(number, sequences, groups)
-            this_round = this_round.with_metrics(changing_reward_weights(self.config.reward, number))
+            this_round = this_round.with_metrics(metrics_of_weights(self.config.reward, number))
         if self.guidance:
             with watch.stage("guide"):
                 this_round = self.with_off_policy(number, this_round, questions=questions, replayed_ids=replayed_ids)

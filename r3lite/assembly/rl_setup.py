@@ -72,7 +72,7 @@ def build_learning(
     plan = plan_memory(config, shared=shared_by_prompts(questions, layouts), questions=len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     training = Training(
-        fresh=config.lora,
+        lora=config.lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
         set_by_user=config.set_by_user,

@@ -3,15 +3,16 @@
 import contextlib
 import io
 import shlex
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
-from r3lite.core.exit_status import check_status
+from r3lite.core.exit_status import INTERRUPTED, TERMINATED, check_status
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.core.terminal import printable
 from r3lite.evaluation.comparisons import compare
@@ -96,10 +97,18 @@ def teacher_scores(trajectories: Path) -> dict:
     return {"n": n, "em": sum(em_scores) / n, "f1": sum(f1_scores) / n, "hurried_share": HURRIED}
 
 
-def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, arguments: list[str]) -> float:
+def run_stage(
+    title: str,
+    commands: Mapping[str, ModuleType],
+    name: str,
+    arguments: list[str],
+    evaluation: Sequence[str] = (),
+) -> float:
     """Runs one command and prints its arguments; returns the minutes that it took.
 
-    What `evaluate` prints, some thirty lines of scores, is left out: `Stage.summary` has those that matter here.
+    A training that is interrupted says how to continue it, and this says how to score it then: `evaluation` are the
+    arguments of `evaluate`. What `evaluate` prints, some thirty lines of scores, is left out: `Stage.summary` has those
+    that matter here.
     """
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
@@ -107,6 +116,9 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
         if name == "evaluate":
             quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
         status = commands[name].main(arguments)
+    if status in (INTERRUPTED, TERMINATED) and evaluation:
+        command = shlex.join(["python", "-m", "r3lite.evaluate", *evaluation])
+        print(f"quickstart ends here. Once the training is over, score it with: {command}", file=sys.stderr)
     check_status(status, f"the stage {name} failed", "See its message above.")
     return (time.monotonic() - start) / 60
 
@@ -141,6 +153,23 @@ def sampling_arguments(format: str, out: Path) -> list[str]:
     return [*retrieval_arguments(format, out), *LENGTHS_OF_FORMAT.get(format, [])]
 
 
+def folder_of_scores(out: Path, name: str) -> Path:
+    """Returns the folder of the evaluation of a stage."""
+    return out / f"evaluate-{name.lower()}"
+
+
+def evaluation_arguments(config: QuickstartConfig, out: Path, name: str, adapter: Path | None) -> list[str]:
+    """Returns the arguments of `evaluate` for the adapter of a stage; None: the untrained model."""
+    arguments = ["--preset", config.common.preset, "--seed", str(config.common.seed)]
+    arguments += ["--data", str(shipped("data", "world") / "test.jsonl")]
+    arguments += [*sampling_arguments(config.quickstart.format, out), "--output", str(folder_of_scores(out, name))]
+    if config.quickstart.quick:
+        arguments += QUICK_ARGUMENTS["evaluate"]
+    if adapter:
+        arguments += ["--adapter", str(adapter)]
+    return arguments
+
+
 def introduction(config: QuickstartConfig, out: Path) -> str:
     """Returns what happens and how long it takes, in two lines."""
     minutes = "5 to 15 minutes on two CPU cores"
@@ -164,15 +193,11 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     quick = QUICK_ARGUMENTS if config.quickstart.quick else {name: [] for name in QUICK_ARGUMENTS}
 
     def evaluate(name: str, adapter: Path | None, minutes: float) -> Stage:
-        folder = out / f"evaluate-{name.lower()}"
-        arguments = [*shared, "--data", str(world / "test.jsonl"), *sampling, "--output", str(folder)]
-        arguments += quick["evaluate"]
-        if adapter:
-            arguments += ["--adapter", str(adapter)]
         which = "untrained" if adapter is None else name
         title = f"evaluate the {which} model on questions about new entities"
+        arguments = evaluation_arguments(config, out, name=name, adapter=adapter)
         run_stage(title, commands=commands, name="evaluate", arguments=arguments)
-        stage = Stage(name, folder, minutes)
+        stage = Stage(name, folder_of_scores(out, name), minutes)
         print(stage.summary(), flush=True)
         return stage
 
@@ -181,10 +206,11 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments += ["--output", str(trajectories), "--limit", str(TRAJECTORIES), *hurried, *quick["collect"]]
         run_stage(title, commands=commands, name="collect", arguments=arguments)
 
-    def train(title: str, trajectories: Path, adapter: Path) -> float:
+    def train(title: str, trajectories: Path, adapter: Path, name: str) -> float:
         arguments = [*shared, *format_arguments(format), "--data", str(trajectories), "--output", str(adapter)]
         arguments += [*SFT_STEPS_OF_FORMAT.get(format, []), *quick["sft"]]
-        return run_stage(title, commands=commands, name="sft", arguments=arguments)
+        evaluation = evaluation_arguments(config, out, name=name, adapter=adapter)
+        return run_stage(title, commands=commands, name="sft", arguments=arguments, evaluation=evaluation)
 
     if format != "solution":
         run_stage(
@@ -197,7 +223,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     title = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
     collect(title, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluate("base", None, 0.0)]
-    minutes = train("SFT: learn the step format and copying from documents", trajectories, out / "sft")
+    title = "SFT: learn the step format and copying from documents"
+    minutes = train(title, trajectories, adapter=out / "sft", name="SFT")
     stages.append(evaluate("SFT", out / "sft", minutes))
     arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft")]
     arguments += ["--data", str(world / "train.jsonl")]
@@ -207,7 +234,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     if ALGORITHMS[algorithm].has_teacher:
         flawless = out / "flawless.jsonl"
         collect("collect correct trajectories for a teacher", flawless)
-        train("SFT of the teacher, a second adapter", flawless, out / "teacher")
+        train("SFT of the teacher, a second adapter", flawless, adapter=out / "teacher", name="teacher")
         arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
     arguments += quick["ppo"]
     if format != "r3":
@@ -217,6 +244,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         commands=commands,
         name="ppo",
         arguments=arguments,
+        evaluation=evaluation_arguments(config, out, name=algorithm.upper(), adapter=out / algorithm),
     )
     stages.append(evaluate(algorithm.upper(), out / algorithm, minutes))
     report(

@@ -10,11 +10,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
-from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import NO_SPANS, build_spans
 from r3lite.datasets.order import rows_of_step
@@ -86,7 +84,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # The adapter does not change before the update, so it is cast to the dtype of the passes only once.
+            # The adapter does not change before the update, so it is cast to the dtype of the passes only once. The
+            # grant has the memory figures of the run: if memory runs out, it drops all gradients, and calls
+            # `add_gradients` again with smaller figures. "update" is the phase of the memory plan.
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 rank_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device: only now `rank_parts` can be read
@@ -100,9 +100,10 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Runs a step of the run's longest rows, with one rank only its largest micro-batch, and drops the gradients.
+        """Runs the forward and backward passes of a step of the run's longest rows, and drops the gradients.
 
-        Other micro-batches may have more tokens, but never more than the memory plan allows for one.
+        A process that is alone runs only the largest micro-batch of them. Micro-batches of other rows may have more
+        tokens, but never more than the memory plan allows for one.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -130,7 +131,7 @@ class SFTTrainer:
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
         parts_of_loss: dict[str, Tensor] = {}
-        for micro_batch in micro_batches:
+        for micro_batch in self.ranks.counted(micro_batches, "learning", "passes"):
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
@@ -204,7 +205,8 @@ class SFTTrainer:
         self.policy.model.eval()
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
-            for micro_batch in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
+            micro_batches = self.micro_batches(self.held_out)
+            for micro_batch in self.ranks.counted(micro_batches, "validating", "passes"):
                 sums[micro_batch[0].source] += self.loss(micro_batch).item()
         return sums
 
@@ -251,7 +253,10 @@ def train(config: SftConfig, ranks: Ranks) -> None:
 
 
 def few_steps(config: SftConfig, rows: int) -> str:
-    """Returns a message that this number of rows is too small for a run whose length it decides; "" if it is not."""
+    """Returns a warning if a run has fewer than FEWEST_STEPS steps because it has so few rows, else "".
+
+    With --max-steps it has as many steps as the user chose.
+    """
     steps, row_limit = config.steps_and_row_limit(rows)
     if row_limit is None or steps >= FEWEST_STEPS:
         return ""
@@ -285,14 +290,14 @@ def build_trainer(
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     encoded = encode_rows_of(examples_by_source, layouts)
-    held_out = encode_fitting(validation, layouts)
+    held_out = encode_fitting(validation, layouts)  # rows that are too long are left out, perhaps all
     steps, _ = config.steps_and_row_limit(len(encoded))
     message = few_steps(config, len(encoded))
     if message and ranks.first:
         print(f"warning: {message}", file=sys.stderr)
     workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
     training = Training(
-        fresh=config.lora,
+        lora=config.lora,
         optimizer=config.optimizer,
         seed=config.common.seed,
         set_by_user=config.set_by_user,

@@ -40,7 +40,10 @@ def nearest(word: str, names: Iterable[str], prefix: str = "") -> str:
 
     `prefix` is shown before the name, such as the folder that it is in.
     """
-    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    cutoff = 0.6
+    if len(word) == 2:
+        cutoff = 0.5  # one of the two letters may be wrong
+    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
 

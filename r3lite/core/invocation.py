@@ -251,8 +251,8 @@ def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
     if unknown:
         hint = "; a value stands after its flag, and a text of several words in quotation marks"
         if unknown[0].startswith("-"):
-            word = unknown[0].partition("=")[0]
-            hint = nearest(word, map(flag, flat(default)))
+            word = unknown[0].partition("=")[0].lstrip("-")
+            hint = nearest(word, (flag(name).lstrip("-") for name in flat(default)), prefix="--")
         raise UsageError(f"unknown argument {unknown[0]}{hint}", code="unknown-argument")
     flags = vars(namespace)
     check_texts(flags)

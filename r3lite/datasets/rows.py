@@ -25,6 +25,7 @@ SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 JSON_NAMES = (".json", ".jsonl")
 MEND = "Fix or remove the row, or pass --skip-bad-rows."
 TABLE = "Save it as CSV in UTF-8 with the names of the columns in its first line, such as question,answer."
+ROWS_OF_TABLE = "Its first line has the names of the columns, such as question,answer; each further line is a row."
 
 Item = TypeVar("Item")
 
@@ -69,17 +70,12 @@ def converted_rows(
     if bad:
         print(f"{data}: skipped {len(bad)} bad rows; the first: {bad[0].cause}", file=sys.stderr)
     if is_empty and not bad:
-        raise R3LiteError(f"{data} is empty: it has no row{_below_names(data)}", remedy or NAME_DATA, code="no-rows")
+        if Path(data).suffix.lower() in TABLES:
+            remedy = ROWS_OF_TABLE
+        raise R3LiteError(f"{data} is empty: it has no row", remedy or NAME_DATA, code="no-rows")
     if needed and not converted:
         raise R3LiteError(f"{data} has no usable {needed}", remedy, code="no-usable-rows")
     return converted
-
-
-def _below_names(data: str | Path) -> str:
-    """Returns where a table has no row; nothing for other data."""
-    if Path(data).suffix.lower() in TABLES:
-        return " below the line with the names of the columns"
-    return ""
 
 
 def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from r3lite.core.bars import BRIEF, TimedLines
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.exit_status import Terminated
 from r3lite.core.processes import World
@@ -68,6 +70,17 @@ class Ranks:
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
+
+    def counted(self, items: Sequence[T], name: str, unit: str) -> Iterator[T]:
+        """Yields this rank's items. The first rank shows how many are done, as it does of long work (see bars.py)."""
+        if not self.first:
+            yield from items
+            return
+        with tqdm(total=len(items), desc=name, unit=unit, **BRIEF) as bar:
+            lines = TimedLines(bar, name, unit)
+            for item in items:
+                yield item
+                lines.update()
 
     def begin_step(self, name: str) -> None:
         """Gives each rank a dropout of its own, which follows from the step's name. One process goes on as before."""

@@ -162,7 +162,9 @@ def sample(w: Workload, memory: Memory, episodes: int) -> Cost:
     tokens = episodes * (read_tokens - shared) + prefixes * shared
     passes = math.ceil(tokens / memory.micro_batch_tokens)
     reading = forward(w, memory, passes, tokens, keys=read_tokens / 2)
-    first_slots = min(read_tokens, w.shared or w.reads)  # tokens in the cache when a row's first token is decoded
+    # Tokens in the cache when a row's first token is decoded: what all prompts share, or if they share nothing, the
+    # most that is read at once.
+    first_slots = min(read_tokens, w.shared or w.reads)
     step = decode(w, memory, rows, slots=(first_slots + length) / 2)
     return reading + step * (w.writes * episodes / rows)
 
@@ -182,8 +184,8 @@ def update(w: Workload, memory: Memory) -> Cost:
     layers = w.model.num_hidden_layers
     backward_launches = packs.passes * (layers * BACKWARD_KERNELS + OTHER_KERNELS) * LAUNCHES
     recomputed = min(memory.recompute_layers, layers) / layers
-    # Forward, and back to the inputs of the layers, with as many products. Gradients of weights come below: those of an
-    # adapter, whose products are few, are not counted.
+    # 2: the forward pass, and the gradients of the layers' inputs, which take as many products. Gradients of weights
+    # come below: those of an adapter, whose products are few, are not counted.
     cost = forward_cost * (2 + recomputed)
     cost += Cost(launches=backward_launches)
     cost += head(w, packs.passes, packs.loss_tokens, products=3 if w.full_tuning else 2)
@@ -237,6 +239,11 @@ class Duration:
         return f"reading {w.step_rows:,} trajectories"
 
     @property
+    def is_upper_bound(self) -> bool:
+        """Whether the lengths of rows or episodes are not known, so that the prediction is for the longest."""
+        return bool(self.workload.episodes) or not self.workload.mean_tokens
+
+    @property
     def remedy(self) -> str:
         """Says which flags shorten the time."""
         flags = "--batch-size"
@@ -250,9 +257,8 @@ class Duration:
         If the lengths of rows or episodes are not known, it is for the longest, and so the most that it may be.
         """
         w = self.workload
-        assumes_longest = bool(w.episodes) or not w.mean_tokens
         message = f"about {in_words(self.seconds)} for {self.unit}"
-        if assumes_longest:
+        if self.is_upper_bound:
             message = f"at most {message}"
         if len(self.phases) > 1:
             parts = (f"{phase} {in_words(seconds)}" for phase, seconds in self.phases.items())
@@ -263,7 +269,7 @@ class Duration:
             message += f"; {in_words(self.validation_seconds)} for a validation"
         if w.trains:
             message += f"; {self._whole_run()}"
-        if assumes_longest:
+        if self.is_upper_bound:
             return f"{message}. {self._usual()}, {self._origin()}"
         return f"{message}. Within a factor of two, {self._origin()}"
 
@@ -346,7 +352,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
 
 
 def in_words(seconds: float) -> str:
-    """Returns a time in words, to two digits."""
+    """Returns a time in words: to a tenth of its unit below 10, else to a whole number."""
     unit, size = next((unit, size) for unit, size, smallest in UNITS if seconds >= smallest)
     number = seconds / size
     return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"

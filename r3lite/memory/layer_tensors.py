@@ -1,16 +1,18 @@
 """The tensors of a model's layers, read off a layer of each kind that is made without memory."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from r3lite.memory.work import Workload
 from r3lite.models.causal_lm import Layer, ModelConfig
 from r3lite.models.gated_delta import DeltaHeads
 from r3lite.models.projections import of_model
+from r3lite.models.stacks import stacks
 
 
 def layer_taps(m: ModelConfig) -> list[int]:
@@ -23,11 +25,13 @@ def layer_taps(m: ModelConfig) -> list[int]:
     return [kind.taps for kind in m.layer_kinds]
 
 
-def layers_by_taps(m: ModelConfig) -> Counter[int]:
+@cache
+def layers_by_taps(m: ModelConfig) -> Mapping[int, int]:
     """Returns how many layers have a convolution of so many taps; 0: how many attend."""
-    return Counter(layer_taps(m))
+    return MappingProxyType(Counter(layer_taps(m)))
 
 
+@cache
 def delta_heads(m: ModelConfig) -> DeltaHeads | None:
     """Returns the heads of the gated delta rule, if the layers with convolutions have that behind them."""
     return next((kind.delta for kind in m.layer_kinds if kind.delta), None)
@@ -38,6 +42,7 @@ class LayerTensors:
     """The tensors of a layer of one kind."""
 
     linears: dict[str, tuple[int, int]]  # (out, in) of the projections: seven, or fewer if some are one matrix
+    stacks: list[list[str]]  # names of the projections that lie one after another in memory, see models/stacks.py
     biases: tuple[int, ...]  # numbers of each projection's bias
     norms: int  # that have as many numbers as a hidden state
     others: tuple[int, ...]  # numbers of each other tensor: convolutions, norms of heads, decays of a delta rule
@@ -62,6 +67,7 @@ def layer_tensors(m: ModelConfig, taps: int) -> LayerTensors:
                 counted.add(module.bias)
     return LayerTensors(
         linears=linears,
+        stacks=stacks(linears),
         biases=tuple(biases),
         norms=len(norms),
         others=tuple(tensor.numel() for tensor in layer.parameters() if tensor not in counted),
@@ -83,6 +89,7 @@ def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
     return layers, [m.hidden_size, *tables]
 
 
-def adapted(w: Workload, taps: int) -> tuple[str, ...]:
-    """Returns the projections of a layer that have an adapter."""
-    return of_model(w.targets, layer_tensors(w.model, taps).linears)
+@cache
+def adapted(m: ModelConfig, targets: tuple[str, ...], taps: int) -> tuple[str, ...]:
+    """Returns the projections of a layer that have an adapter, whose targets these are."""
+    return of_model(targets, layer_tensors(m, taps).linears)

@@ -116,7 +116,7 @@ def activation_bytes(w: Workload, taps: int) -> int:
     # keeps that output.
     norms = (1 + norm_count) * m.hidden_size
     feed_forward = 3 * m.intermediate_size  # gate, up, their product
-    low_rank = len(adapted(w, taps)) * w.lora_r  # the products with each adapter's A
+    low_rank = len(adapted(m, w.targets, taps)) * w.lora_r  # the products with each adapter's A
     numbers = norms + mixer.activations + feed_forward + low_rank
     return w.element * numbers + FP32 * norm_count + mixer.scales
 

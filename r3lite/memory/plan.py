@@ -21,7 +21,8 @@ from r3lite.settings import MemorySettings, SamplingSettings
 from r3lite.settings.common import budget_bytes
 
 DEFAULT_BUDGET = 4 << 30
-A_DAY = 86400  # seconds
+HALF_AN_HOUR = 1800  # seconds
+A_DAY = 86400
 UNKNOWN = "unknown, because the speed of the device is not known"
 WIDTH = 16  # characters of the table's first column
 COLUMN = 10  # and of each other column
@@ -217,8 +218,13 @@ def enforce(plan: Plan, device: torch.device) -> None:
 
 
 def announce(plan: Plan) -> None:
-    """Prints the plan in two lines, and a warning if a step takes more than a day."""
-    print(f"{plan.line()}\n{plan.time_line()}", file=sys.stderr)
+    """Prints the plan in one or two lines, and a warning if a step takes more than a day.
+
+    A bound on the time is left out where a run soon knows better: its first step says how long the others take.
+    """
+    print(plan.line(), file=sys.stderr)
+    if not (plan.duration and plan.duration.is_upper_bound and plan.duration.seconds < HALF_AN_HOUR):
+        print(plan.time_line(), file=sys.stderr)
     if plan.duration and plan.duration.seconds > A_DAY:
         message = f"{plan.duration.unit} is predicted to take about {in_words(plan.duration.seconds)}"
         print(f"warning: {message}. {plan.duration.remedy}", file=sys.stderr)

@@ -6,8 +6,10 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 The kind of a layer is known by the taps of its convolution, see `layer_tensors.layer_taps`.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -28,6 +30,7 @@ from r3lite.memory.mixers import (
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
 from r3lite.settings.rollout import DRAFTING_SEQUENCES, GRAPH_PLACES, MOST_DRAFTED, TRUNCATED_ROWS
@@ -106,7 +109,7 @@ def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
     layer += sum(rounded(count * w.element) for count in tensors.others)
     if tensors.biases:
         layer += rounded(sum(tensors.biases) * w.element)
-    for stack in stacks(shapes):
+    for stack in tensors.stacks:
         weights = [shapes[name][0] * shapes[name][1] for name in stack]
         layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * w.element)
     if quantized and w.packed:
@@ -141,11 +144,16 @@ def adapter_bytes(w: Workload) -> int:
     The A matrices of projections that read the same x (a stack, such as q, k and v) are one allocation, each B is its
     own.
     """
-    row = FP32 * w.lora_r  # bytes of the numbers that belong to one input or output
+    return _bytes_of_adapter(w.model, w.targets, w.lora_r)
+
+
+@cache  # the choice of the figures compares a thousand plans of one model and adapter
+def _bytes_of_adapter(m: ModelConfig, targets: tuple[str, ...], r: int) -> int:
+    row = FP32 * r  # bytes of the numbers that belong to one input or output
     size = 0
-    for taps, count in layers_by_taps(w.model).items():
-        shapes = layer_tensors(w.model, taps).linears
-        names = adapted(w, taps)
+    for taps, count in layers_by_taps(m).items():
+        shapes = layer_tensors(m, taps).linears
+        names = adapted(m, targets, taps)
         layer = sum(rounded(row * shapes[name][0]) for name in names)
         for stack in stacks(names):
             inputs = sum(shapes[name][1] for name in stack)
@@ -159,14 +167,16 @@ def _cast_bytes(w: Workload) -> int:
     return adapter_bytes(w) // 2 if w.element == 2 else 0
 
 
-def _adapter_tensors(w: Workload) -> list[int]:
-    """Returns the bytes of each tensor of an adapter, each for itself."""
-    tensors = []
-    for taps, count in layers_by_taps(w.model).items():
-        shapes = layer_tensors(w.model, taps).linears
-        for name in adapted(w, taps):
-            tensors += [rounded(FP32 * w.lora_r * side) for side in shapes[name]] * count
-    return tensors
+@cache
+def _adapter_tensors(m: ModelConfig, targets: tuple[str, ...], r: int) -> Counter[int]:
+    """Returns how many tensors of an adapter take so many bytes, each for itself."""
+    counts: Counter[int] = Counter()
+    for taps, count in layers_by_taps(m).items():
+        shapes = layer_tensors(m, taps).linears
+        for name in adapted(m, targets, taps):
+            for side in shapes[name]:
+                counts[rounded(FP32 * r * side)] += count
+    return counts
 
 
 def _moment_bytes(w: Workload) -> int:
@@ -174,12 +184,14 @@ def _moment_bytes(w: Workload) -> int:
     if w.full_tuning:
         of_layers, of_others = tensor_sizes(w.model)
         return sum(2 * _moment8(count) + GRAIN for count in of_layers + of_others)
-    return sum(2 * size + GRAIN for size in _adapter_tensors(w))
+    tensors = _adapter_tensors(w.model, w.targets, w.lora_r)
+    return sum(count * (2 * size + GRAIN) for size, count in tensors.items())
 
 
 def copy_bytes(w: Workload) -> int:
     """Returns the bytes of a copy of the adapter's weights and moments: see training/kl_budget.py."""
-    return sum(_adapter_tensors(w)) + _moment_bytes(w)
+    tensors = _adapter_tensors(w.model, w.targets, w.lora_r)
+    return sum(count * size for size, count in tensors.items()) + _moment_bytes(w)
 
 
 def _moment8(count: int) -> int:
@@ -284,7 +296,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
 # Passes
 
 
-def _dense(w: Workload, memory: Memory, weights: int) -> int:
+def _dequantized_bytes(w: Workload, memory: Memory, weights: int) -> int:
     """Returns the bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
@@ -313,11 +325,11 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     first_half = 0
     for taps in layers_by_taps(w.model):
         mixer = mixer_sizes(w, taps)
-        size = tokens * (2 * hidden + mixer.forward) * e + _dense(w, memory, mixer.weights)
+        size = tokens * (2 * hidden + mixer.forward) * e + _dequantized_bytes(w, memory, mixer.weights)
         first_half = max(first_half, size)
         if taps:
             first_half = max(first_half, tokens * 2 * hidden * e + rule_forward(w, tokens))
-    dense = _dense(w, memory, 2 * hidden * inner)
+    dense = _dequantized_bytes(w, memory, 2 * hidden * inner)
     gate_and_up = tile * 2 * inner * e
     product = tile * inner * e
     inside = max(gate_and_up + product, gate_and_up + dense)
@@ -581,6 +593,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     # The first of the layers that keep their activations, its gradients beside them.
     if b.recomputed < layers:
         live = _live_bytes_of_kept(w, memory, b.tokens)
+        # Without gradients of earlier passes there are those of this layer alone.
         yield inputs | kept_layers | {"live layer": live, "gradients": accumulated or adapter_bytes(w) // layers}
     if not b.recomputed:
         return
@@ -606,9 +619,9 @@ def _live_bytes_of_kept(w: Workload, memory: Memory, tokens: int) -> int:
     number = tokens * w.element  # bytes of one number of each token
     return max(
         number * (2 * inner + hidden),
-        number * (inner + hidden) + _dense(w, memory, hidden * inner),
+        number * (inner + hidden) + _dequantized_bytes(w, memory, hidden * inner),
         # The product of gate and up, which is one of the layer's activations, is freed by then.
-        number * (hidden - inner) + _dense(w, memory, 2 * hidden * inner),
+        number * (hidden - inner) + _dequantized_bytes(w, memory, 2 * hidden * inner),
     )
 
 
@@ -631,12 +644,12 @@ def _live_bytes_of_recomputed(
     tile_inner = tile * inner * e
     inside = max(
         5 * tile_inner,
-        4 * tile_inner + _dense(w, memory, hidden * inner),
-        2 * tile_inner + _dense(w, memory, 2 * hidden * inner),
+        4 * tile_inner + _dequantized_bytes(w, memory, hidden * inner),
+        2 * tile_inner + _dequantized_bytes(w, memory, 2 * hidden * inner),
     )
     second_half = b.tokens * (3 * hidden + outputs + mixer.activations) * e
     second_half += tile * (2 * hidden + outputs) * e + inside
-    first_half = b.tokens * (3 * hidden + outputs + mixer.backward) * e + _dense(w, memory, mixer.weights)
+    first_half = b.tokens * (3 * hidden + outputs + mixer.backward) * e + _dequantized_bytes(w, memory, mixer.weights)
     if not taps:
         first_half += b.repeated + b.joined
     else:

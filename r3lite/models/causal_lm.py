@@ -1,10 +1,10 @@
 """The decoder of Llama (arXiv 2302.13971), Mistral, Qwen2 (2407.10671) and Qwen3 (2505.09388), in plain PyTorch.
 
-Families differ by switches of `ModelConfig` and by parts, which it names and which have files of their own, such as
-`gemma`; `config_file` chooses both. This file has the network and its sizes, but no files, adapters, sampling or
-losses. Module and parameter names are those of the published checkpoints.
+Families differ by switches of `ModelConfig` and by the classes that it names (norm, layer, trunk), which have files of
+their own, such as `gemma`; `config_file` chooses both. This file has the network and its sizes, but no files, adapters,
+sampling or losses. Module and parameter names are those of the published checkpoints.
 
-Shape legend, used in every file of r3lite:
+Shape legend, also of the files that sample and learn:
     B  rows (sequences) of a batch         H  attention heads          C  hidden size
     T  tokens of a row                     K  key/value heads          V  vocabulary
     S  slots of a KV cache that are used   D  size of one head         N  tokens of a flat list, such as all actions
@@ -251,7 +251,7 @@ class CausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.ropes = {layer.rope: None for layer in self.model.layers}  # an ordered set: only the keys count
-        self.run_layer = run_layer  # replaced by models.activation_checkpointing
+        self.run_layer = run_layer  # replaced by activation_checkpointing and full_tuning
         self.layer_stream: LayerStream | None = None  # copies layers to the device one by one; see models.streaming
 
     @property
@@ -267,7 +267,8 @@ class CausalLM(nn.Module):
         The context says which tokens these are:
         - None: independent rows, padded on the right.
         - A pack, a prefill or a verification of drafts: the tokens of all rows, laid end to end, [1, N].
-        - A decode step: the next token of each row, [B, 1]. A CUDA graph verifies drafts as one, of T tokens: [B, T].
+        - A decode step: the next token of each row, [B, 1].
+        - A verification of drafts in a CUDA graph: the last token of each row and its draft, [B, T].
 
         The hidden states are divided by the config's `logits_scaling`, so that `logits` needs no division.
         """

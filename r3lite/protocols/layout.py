@@ -22,7 +22,7 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """How an episode begins. In a baseline we make the first search or write the answer's heading, not the model."""
+    """How an episode begins. In some baselines we make the first search or write the answer's heading for the model."""
 
     # If plain, the protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the
     # question.
@@ -287,7 +287,8 @@ class Layout:
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # A thought can only be open in the message that gets the answer: behind the request, or in the current turn.
+        # A thought may be open in the message that gets the answer. If there is a request, its end is where the message
+        # begins, and the template may have opened a thought just before; else the model may have in the current turn.
         thought_start = len(tokens) if request else transcript.turn_start
         closing_text = self._thoughts.end(tokens, thought_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]

@@ -54,7 +54,7 @@ class Headings:
     answer: str = "The final answer:"
 
 
-NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
+NUMBERED = re.compile(r"[ \t]*(\d+)\.(?!\d)(.*)")  # 1.5 is no number of a line
 # The text for {queries_note} and {verification_note} of the opening prompt, if the options are on.
 QUERIES_NOTE = """Up to {limit} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
@@ -70,7 +70,8 @@ class R3(Protocol):
     """Parses and renders R3 steps.
 
     Parsing undoes rendering: with k = len(earlier) + 1, `parse(render(step, k), earlier)` equals `step` without its
-    documents, for every step without faults.
+    documents, for every step without faults that has no more queries than `most_queries` and, if `verifies` is off, no
+    verification.
     """
 
     init_prompt: str
@@ -158,6 +159,12 @@ class R3(Protocol):
     def answer_heading(self) -> str:
         return self.headings.answer
 
+    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
+        # In the middle of a line the heading is plain text, as in `parse`.
+        if re.search(rf"^[ \t]*{re.escape(self.answer_heading)}", text, re.MULTILINE):
+            return None
+        return f"\n{self.answer_heading}"
+
     def answer_opening(self, number: int) -> str:
         return f"{self.headings.step} {number}:\n{self.headings.answer}"
 
@@ -190,16 +197,15 @@ class R3(Protocol):
         for heading, section in zip(written_headings, headings_and_texts[1::2]):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # A model that leaves out the heading of the analysis writes the analysis here, between `Step k:` and the first
-        # heading. That is a fault even if a section with the heading follows. If `Step k:` is missing, that is the
-        # fault, and the text before the first heading is none.
-        has_preamble = step_heading and preamble.strip()
+        # Text between `Step k:` and the first heading is taken for an analysis without its heading, a fault even if an
+        # analysis with its heading follows. If `Step k:` is missing, that is the fault, and the text is none.
+        headless_analysis = step_heading and preamble.strip()
         faults = faults_if(
             no_step_heading=step_heading is None,
             wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=has_preamble or not analysis,
+            no_analysis=headless_analysis or not analysis,
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.headings.answer), faults)

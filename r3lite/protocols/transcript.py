@@ -26,7 +26,8 @@ class Transcript(TokenRecord):
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
-    closed_forced_step: Step | None = None  # `forced_step` of the last turn, for --learn answer, which samples it again
+    # `forced_step` as it was when the last turn was closed: --learn answer samples this turn again.
+    closed_forced_step: Step | None = None
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it
     failure: str | None = None  # why the retriever failed, if it failed at a query of the episode

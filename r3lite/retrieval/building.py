@@ -111,7 +111,7 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
         existing = manifest.text(key, None)
         if key == "encoder":
             existing = stored_name(existing)
-        requested = encoder.settings.get(key)
+        requested = encoder.settings.get(key, "plain")  # the hashing encoder has no style
         if existing != requested:
             raise R3LiteError(
                 f"{folder} holds an index with {key} {existing}, not {requested}", remedy, code="index-setting-differs"

@@ -59,7 +59,6 @@ class HashingEncoder:
 
     DIMENSION = 2048
     HASHES = 4
-    VERSION = 1
     FILE = "words.json"
 
     def __init__(self, frequencies: dict[str, int], passages: int):
@@ -69,7 +68,6 @@ class HashingEncoder:
         self.dimension = self.DIMENSION
         self.settings = {
             "encoder": HASHING,
-            "version": self.VERSION,
             "hashes": self.HASHES,
             "dimension": self.DIMENSION,
             "text_form": TEXT_FORM,
@@ -159,7 +157,7 @@ class FolderEncoder:
         self.conventions = read_conventions(name)
         self.style, self.prefixes = self.conventions.styled(style, name)  # those of queries and of passages
 
-    def describe(self, max_length: int, dimension: int, dtype: str) -> None:
+    def _set_settings(self, max_length: int, dimension: int, dtype: str) -> None:
         """Sets the settings on which the vectors depend, as an index keeps them.
 
         Settings that older versions did not have are left out if they are as they were then.
@@ -219,7 +217,7 @@ class BertEncoder(FolderEncoder):
         path = rules.folder / "tokenizer.json"
         self.tokenizer = conventions.text_tokenizer(path, max_length=length, rows=config.vocab_size)
         dimension = min(config.hidden_size, rules.dimension or config.hidden_size)
-        self.describe(length, dimension, dtype)
+        self._set_settings(length, dimension, dtype)
         if rules.pooling != "mean":  # older indexes do not name theirs, which is mean
             self.settings["pooling"] = rules.pooling
 
@@ -246,6 +244,7 @@ class BertEncoder(FolderEncoder):
         vectors = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for batch, hidden in self._hidden([prefix + text for text in texts]):
             pooled = pool(hidden, batch.real, rules.pooling)
+            # sentence-transformers normalizes before it cuts; for a cosine, the length must be 1 after the cut.
             if rules.is_dot and rules.is_normalized:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
             pooled = pooled[:, : self.dimension]
@@ -310,7 +309,7 @@ class SentenceEncoder(FolderEncoder):
             )
         length = min(self.model.max_seq_length or LONGEST, LONGEST)
         self.model.max_seq_length = length
-        self.describe(length, self.model.get_embedding_dimension(), dtype)
+        self._set_settings(length, self.model.get_embedding_dimension(), dtype)
 
     def _encode(
         self,

@@ -9,7 +9,7 @@ then files that it no longer names are removed: a reader has all of the old or a
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
 added-N.faiss, deleted-N.bin   vectors added since, and the places of deleted passages, after edit N, if there are any
-probes.bin                     some of the vectors as the encoder gave them: an index may keep less
+probes.bin                     some of the vectors in fp32: an index may keep less
 manifest.json                  its encoder and style, and which of these files belong together; it is replaced last
 words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
 
@@ -177,7 +177,7 @@ def load(
             difference = f"{key} {manifest.values.get(key)}, not {value}"
             raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
     # In one call, so that all parts are of one state of the folder, which another process may edit.
-    passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
+    passages, (vectors, probes) = consistent(path, lambda folder: (folder.passages(), folder.vectors()))
     # Some passages are encoded again: their vectors differ if the weights or the order of the passages do.
     probe_passages = [passages.at(place) for place in probes]
     recomputed = encoder.encode_passages(probe_passages, lambda n: None)
@@ -261,8 +261,10 @@ def read_manifest(path: Path) -> Record:
             manifest.text(key)
         for key in ("dimension", "passages"):
             manifest.whole(key, low=1)
-        manifest.choice("style", STYLES, "plain")
-        # An older index names neither kind nor files: it is flat, and its only file may have a digest under "vectors".
+        # An older index names neither style nor kind nor files: it is plain and flat, and its only file may have a
+        # digest under "vectors".
+        manifest.values.setdefault("style", "plain")
+        manifest.choice("style", STYLES)
         manifest.values.setdefault("kind", "flat")
         manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
         manifest.choice("kind", CLASSES)
@@ -293,8 +295,9 @@ class IndexFolder:
             return None
         path = self.path / name
         check_regular(path, self.remedy)  # FAISS would wait for a pipe for ever
+        expected = self.digests[name]
         # Without a digest, as of an older index, the file is taken as it is.
-        if self.digests[name] not in (None, digest(path)):
+        if expected is not None and expected != digest(path):
             raise R3LiteError(f"{path} has changed since it was written", self.remedy, code="index-file-changed")
         return path
 
@@ -313,7 +316,7 @@ class IndexFolder:
         return passages
 
     def vectors(self) -> tuple[Vectors, dict[int, np.ndarray]]:
-        """Returns the vectors of an index, and some of them as the encoder gave them, by their places."""
+        """Returns the vectors of an index, and some of them in fp32, by their places."""
         path = self.file("index")
         added_path = self.file("added")
         base = open_vectors(path, self.manifest.text("kind"), self.remedy)

@@ -139,7 +139,7 @@ def _code_bytes(kind: str, dimension: int) -> float:
     if kind == "sq8":
         return dimension
     if kind == "hnsw":
-        # Two links to a neighbour on the lowest level; 1 in LINKS vectors is on a higher level, and so on.
+        # 2 LINKS links to neighbours on the lowest level; 1 in LINKS vectors is on a higher level, and so on.
         return 4 * dimension + 4 * 2 * LINKS + 4 * LINKS / (LINKS - 1) + 12
     if kind == "ivf-sq8":
         return dimension + 8
@@ -170,7 +170,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
         if max(candidate.search, candidate.build) <= budget:
             return candidate
     smallest = estimates[-1]
-    needed_mib = -(-max(smallest.search, smallest.build) >> 20)
+    needed_mib = math.ceil(max(smallest.search, smallest.build) / (1 << 20))
     alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
     cause = f"the index does not fit in {_size(budget)}: {smallest.summary()}"
     raise R3LiteError(cause, f"Pass --memory-budget {needed_mib}MiB{alternative}.", code="index-beyond-budget")
@@ -228,7 +228,7 @@ class Vectors:
     def only(self, mask: np.ndarray) -> "Vectors":
         """Returns the vectors for which `mask` is true, of those that are not deleted, in their order."""
         live = self._live()
-        live[live] = mask
+        live[np.flatnonzero(live)] = mask
         return replace(self, deleted=np.flatnonzero(~live))
 
     def _live(self) -> np.ndarray:

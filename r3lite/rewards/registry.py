@@ -297,7 +297,7 @@ def settings_of_round(settings: RewardSettings, number: int) -> RewardSettings:
     return replace(settings, rewards=tuple(rewards))
 
 
-def changing_reward_weights(settings: RewardSettings, number: int) -> dict[str, float]:
+def metrics_of_weights(settings: RewardSettings, number: int) -> dict[str, float]:
     """Returns the weights of round `number` that change between rounds, as metrics; none without a curriculum."""
     if not settings.rewards or not settings.curriculum_rounds:
         return {}
@@ -307,4 +307,4 @@ def changing_reward_weights(settings: RewardSettings, number: int) -> dict[str, 
 
 def weights_change_at(settings: RewardSettings, number: int) -> bool:
     """Returns True if round `number` has other weights than the one before it."""
-    return number > 1 and changing_reward_weights(settings, number) != changing_reward_weights(settings, number - 1)
+    return number > 1 and metrics_of_weights(settings, number) != metrics_of_weights(settings, number - 1)

@@ -105,7 +105,7 @@ def share_without_variance(numbers: Tensor, groups: Tensor) -> float:
 def all_equal(numbers: Tensor) -> bool:
     """Returns whether numbers are equal, up to the rounding of fp32 sums that are taken in another order.
 
-    That rounding grows with the sums. It does not shrink with them: the parts of a small sum may be larger than it.
+    The tolerance grows with the numbers, but is never below 1e-6: a sum near 0 may have the rounding of parts near 1.
     """
     spread = numbers.max() - numbers.min()
     size = max(1.0, numbers.abs().max().item())

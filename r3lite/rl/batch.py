@@ -23,7 +23,7 @@ from r3lite.models.packing import states_before
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled episode with its rewards."""
+    """An episode with its rewards: sampled, or a trace of --traces."""
 
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)

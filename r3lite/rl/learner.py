@@ -14,9 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from r3lite.core.bars import BRIEF
 from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision
 from r3lite.devices.ranks import ALONE, Ranks
@@ -121,8 +119,6 @@ class Learner:
         step_sums: list[Sums] = []  # for each optimizer step, the sums of its metrics
         first_epoch_log_ratios: list[Tensor] = []  # for each optimizer step of the first epoch, [2, N]
         norms: list[float] = []  # for each optimizer step, the norm of its gradients
-        total = settings.update_epochs * len(batch)
-        bar = tqdm(total=total, desc="learning", unit="episode", **BRIEF)
         for epoch in range(settings.update_epochs):
             mini_batches = batch.mini_batches(
                 settings.mini_batch_size,
@@ -131,13 +127,11 @@ class Learner:
             )
             for rows in mini_batches:
                 sums, log_ratios = self.grant.run_within_memory("update", self.add_gradients, batch.select(rows))
-                bar.update(len(rows))
                 step_sums.append(sums)
                 if epoch == 0:
                     first_epoch_log_ratios.append(log_ratios)
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
-        bar.close()
         metrics = self._metrics(step_sums, first_epoch_log_ratios, norms)
         metrics |= self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
         metrics |= self.algorithm.statistics(batch)
@@ -248,7 +242,7 @@ class Learner:
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
         # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
         with cast_once(self.model, self.precision.dtype):
-            for rows in self.micro_batches(batch):
+            for rows in self.ranks.counted(self.micro_batches(batch), "learning", "passes"):
                 micro_batch = batch.select(rows)
                 if micro_batch.teacher[0] is None:  # then no row of the micro-batch has a teacher
                     measured = self.loss(micro_batch)
@@ -303,7 +297,8 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # `means_of` divides each sum by the number of tokens of its kind: that of these totals with the same prefix.
+        # Here are the numbers of tokens by which `means_of` divides sums: `x` by TOKENS, and `off_policy/x` by
+        # OFF_POLICY + TOKENS.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,

@@ -250,6 +250,8 @@ class Engine:
         if not rows:
             return []
         drafts, hidden = self._run(rows, decoder)
+        # Samples the token after each token of the pass, all at once. Then appends those of each sequence one by one,
+        # as long as they agree with its draft; without drafts that is one token.
         agreement = append_sampled(
             rows,
             drafts,
@@ -271,8 +273,8 @@ class Engine:
         """
         firsts = [row[0] for row in rows]
         drafts: list[list[int]] = []
-        # The limit is one of sequences. Those that share a row share its draft, but each needs its own logits, and the
-        # memory plan has them for so many sequences.
+        # DRAFTING_SEQUENCES counts sequences, not rows: those of one row share its draft, but each needs logits of its
+        # own, and the memory plan has logits for so many.
         if decoder.drafter and sum(map(len, rows)) <= DRAFTING_SEQUENCES:
             limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
             drafts = decoder.drafter.propose(firsts, limits)

@@ -31,7 +31,7 @@ class Common(Section):
     config: Basic[Free[str | None]] = None
     """TOML file of settings, such as a run's config.toml"""
     output: Basic[Free[str | None]] = None
-    """folder or file to write. Default: runs/<command>-<time>"""
+    """folder or file to write. Default: as said above, else runs/<command>-<time>"""
     seed: Basic[Annotated[int, Bounds(low=0, high=2**63 - 1)]] = 0
     """random seed"""
     dry_run: Basic[Free[bool]] = False

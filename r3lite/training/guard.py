@@ -142,7 +142,9 @@ class Guard:
         return alarms
 
     def first_rounds(self, record: dict) -> list[Numbers]:
-        """Returns the first rounds, if the round with the metrics `record` is the last of them; else an empty list."""
+        """Returns the watched metrics of the first rounds, if the one with the metrics `record` is the last of them;
+        else an empty list.
+        """
         if self.rounds + 1 != self.start_rounds:  # `check` has not counted this round yet
             return []
         return [*self.first, watched(record)]
@@ -162,7 +164,7 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Begins to count anew."""
+        """Forgets the recent rounds, and how many in a row were beyond a limit."""
         self.recent = []
         self.beyond = {}
 

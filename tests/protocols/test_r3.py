@@ -120,6 +120,9 @@ def test_a_forced_answer_needs_no_analysis_of_its_own():
 def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer_unless_it_has_begun_one():
     assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
     assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
+    # In the middle of a line it is plain text: the turn was not asked for an answer.
+    mentioned = "Step 1:\nThe problem analysis: what The final answer: means"
+    assert FORMAT.cut_off_heading(mentioned, []) == "\nThe final answer:"
 
 
 def test_any_mixture_of_pieces_is_read_without_an_error():
@@ -168,6 +171,7 @@ def test_several_queries_of_a_step():
     [
         ("1. Who", "Who", "unnumbered_query", 2),
         ("2. Who", "3. Who", "unnumbered_query", 2),
+        ("1. Who", "1.5 million copies: who", "unnumbered_query", 2),
         ("2. Who wrote B?", "2.", "blank_query", 1),
         ("\n1. Who wrote A?\n2. Who wrote B?", "", "blank_query", 0),
         ("B?", "B?\n3. Who wrote C?\n4. Who wrote D?", "too_many_queries", 3),

@@ -59,6 +59,16 @@ def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
         assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
 
 
+def test_an_older_index_whose_manifest_has_no_style_is_plain(tmp_path, minilm):
+    save(tmp_path / "i", encoder=str(minilm))
+    path = tmp_path / "i" / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    assert manifest.pop("style") == "plain"
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    opened = index.load(tmp_path / "i", encoder_settings(str(minilm)))
+    assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
+
+
 def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
     from safetensors.torch import load_file, save_file
 

@@ -6,7 +6,7 @@ from r3lite.assembly import rl_guidance
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Search, Step
 from r3lite.core.invocation import resolve
-from r3lite.rewards.registry import changing_reward_weights, needs_verdict, settings_of_round, weights_change_at
+from r3lite.rewards.registry import metrics_of_weights, needs_verdict, settings_of_round, weights_change_at
 from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
@@ -39,7 +39,7 @@ def test_the_linear_switch_goes_on_in_equal_parts():
     found = [weights(linear, n)[1] for n in range(1, 8)]
     assert found == pytest.approx([-0.3, -0.1, 0.1, 0.3, 0.5, 0.5, 0.5])
     assert [n for n in range(1, 9) if weights_change_at(linear, n)] == [2, 3, 4, 5]
-    assert changing_reward_weights(linear, 2) == {
+    assert metrics_of_weights(linear, 2) == {
         "rewards/all_tags/weight": pytest.approx(0.3625), "rewards/exact_match/weight": pytest.approx(-0.1)
     }  # fmt: skip
 
@@ -48,9 +48,9 @@ def test_the_linear_switch_goes_on_in_equal_parts():
 def test_without_rounds_or_first_weights_nothing_changes(switch):
     off = settings(curriculum_rounds=0, curriculum_switch=switch)
     assert weights(off, 1) == [0.25, 0.5, 2.0]
-    assert changing_reward_weights(off, 1) == {} and not weights_change_at(off, 2)
+    assert metrics_of_weights(off, 1) == {} and not weights_change_at(off, 2)
     plain = RewardSettings(rewards=(RewardEntry(ALWAYS),), curriculum_switch=switch)
-    assert settings_of_round(plain, 1) == plain and changing_reward_weights(plain, 1) == {}
+    assert settings_of_round(plain, 1) == plain and metrics_of_weights(plain, 1) == {}
     assert settings_of_round(RewardSettings(), 1) == RewardSettings() and not weights_change_at(RewardSettings(), 2)
 
 
