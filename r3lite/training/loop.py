@@ -61,6 +61,8 @@ def train(
     schedule = run.config.schedule
     done = run.restore_or_start(state)  # loads the checkpoint, if there is one; returns its steps
     last = trainer.total
+    if done == last:
+        print(f"the run has all of its {last} steps; its results are written again", file=sys.stderr)
     if schedule.stop_after is not None:
         last = min(last, done + schedule.stop_after)
     log = _open_log(run, done, trainer.total, state.precision.device)
@@ -114,6 +116,8 @@ def train(
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         if run.saved_step and not isinstance(error, Collapse):
             print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt | Terminated):
+            print(f"\nno step was finished; begin again with: {run.resume_command}", file=sys.stderr)
         raise
     finally:
         log.close()

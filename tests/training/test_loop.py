@@ -322,13 +322,18 @@ def test_ctrl_c_twice_leaves_at_once(tmp_path):
 
 
 @posix
-def test_interrupted_in_its_first_step_a_run_has_nothing_to_save(tmp_path):
+def test_interrupted_in_its_first_step_a_run_has_nothing_to_save_and_says_how_to_begin_again(tmp_path, capsys):
     toy = Toy()
     toy.before_update = lambda number: interrupt(number, 1, signal.SIGTERM)
     with pytest.raises(Terminated):
         run(toy, output=str(tmp_path))
     assert checkpoint.folders_by_step(tmp_path) == {}
+    command = f"python -m r3lite.sft --config {tmp_path / 'config.toml'} --resume auto"
+    assert f"no step was finished; begin again with: {command}\n" in capsys.readouterr().err
     assert run(Toy(), output=str(tmp_path), resume="auto")  # a fresh start
+    assert "has all of its" not in capsys.readouterr().err
+    assert run(Toy(), output=str(tmp_path), resume="auto")
+    assert f"the run has all of its {TOTAL} steps" in capsys.readouterr().err
 
 
 def test_gradients_that_are_not_finite_are_explained(tmp_path):
