@@ -196,6 +196,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
         assert bool(re.search("^warning: a round is predicted to take about [0-9.]+ days", told, re.M)) == warned
+        assert "MiB (the process takes more), fp32, " in told
         # A bound of less than half an hour is not told: the first round is over before it is of use.
         assert ("\ntime: at most about " in told) == warned
         assert ("--num-generations" in told) == warned

@@ -109,6 +109,7 @@ class Plan:
         parts = [f"{self.peak / MIB:,.0f} of {self.budget / MIB:,.0f} MiB"]
         if not w.on_cuda:
             parts = [f"tensors {parts[0]} (the process takes more)"]
+        parts.append(w.dtype)
         if m.nf4:
             parts.append("NF4")
         if m.stream_layers:
