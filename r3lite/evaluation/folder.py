@@ -25,7 +25,7 @@ UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # the files of an evaluation 
 def check_output(config: Any, output: Path) -> None:
     """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
     if (output / SCORES).exists():
-        remedy = f"Pass another folder, such as {output / 'evaluation'}."
+        remedy = f"Pass another folder, such as {output}-2."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy, code="evaluation-exists")
     earlier_output.check_output(output, "evaluate", config, UNFINISHED)
 

@@ -55,7 +55,8 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> DocumentFolde
     """
     root = Path(folder)
     if not root.is_dir():
-        raise R3LiteError(f"{folder} is not a folder", "Pass a file of passages as --corpus.", code="not-a-folder")
+        remedy = "Pass the folder of the documents; a JSON Lines file of passages is --corpus."
+        raise R3LiteError(f"{folder} is not a folder", remedy, code="not-a-folder")
     result = DocumentFolder()
     keys: set[str] = set()
     for name in tqdm(list(_files(root, result.skipped)), desc="reading documents", unit="", disable=None):
