@@ -30,6 +30,7 @@ from r3lite.protocols.base import Protocol, one_line
 from r3lite.protocols.plan import Node, SearchPlan
 
 MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+# June 9, 1956; 9 June 1956; June 1956; 1956
 DATE = re.compile(
     rf"(?:(?P<month>{MONTHS}) (?P<day>\d{{1,2}}),? |(?:(?P<day_first>\d{{1,2}}) )?(?P<month_last>{MONTHS}),? )?"
     r"(?P<year>\d{3,4})",
@@ -76,8 +77,7 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
 def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
-    `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's, become `{A}`, unless the question
-    itself names it.
+    `#1`, and the answer of an earlier hop that is named outright, become `{A}`, unless the question itself names it.
     """
     nodes = []
     edges = []
@@ -89,7 +89,8 @@ def plan_of(question: Question) -> SearchPlan:
             reference = f"{{{earlier_name}}}"
             query = re.sub(rf"#{j + 1}(?!\d)", reference, query)
             answer = re.escape(one_line(earlier_hop.answer))
-            literal = re.compile(rf"(?<!\w){answer}(?!\w)", re.IGNORECASE)
+            # Not behind a brace: an answer may be the letter of a node, such as vitamin B.
+            literal = re.compile(rf"(?<![\w{{]){answer}(?!\w)", re.IGNORECASE)
             if not literal.search(question.text):
                 query = literal.sub(reference, query)
             if reference in query:
@@ -172,10 +173,12 @@ def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> t
     facts."""
     if not protocol.verifies:
         return tuple(steps)
-    sources: dict[int | None, str] = {}  # the first document of each gold paragraph
+    sources: dict[int, str] = {}  # the first document of each gold paragraph
     for step in steps:
         for number, document in enumerate(step.documents, 1):
-            sources.setdefault(question.gold_index(document), f"[{number}] {one_line(document.title)} shows")
+            index = question.gold_index(document)
+            if index is not None:
+                sources.setdefault(index, f"[{number}] {one_line(document.title)} shows")
     facts = []
     for hop in question.hops:
         index = question.gold_index(hop.document)
@@ -254,7 +257,7 @@ def compared(question: Question) -> str | None:
     for name, fact in zip(names, facts, strict=True):
         dated_facts.append(_DatedFact(date(fact) or (), f"{name} ({fact})"))
     earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
-    # Of two dates that begin alike one says only the year, or they are the same.
+    # Undecided if one date is less exact than the other and otherwise the same, or if they are the same.
     is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
     if is_decided and sum(normalize(name) == answer for name in names) == 1:
         return f"{earlier.text} is before {later.text}."

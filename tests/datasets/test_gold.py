@@ -133,6 +133,16 @@ def test_a_plan_of_a_decomposition():
     assert named.nodes[1].query == "Given Ann Dahl: where was she born?"
 
 
+def test_an_answer_that_is_the_letter_of_a_node_does_not_double_the_braces():
+    hops = (
+        Hop("Which film did Brenn make?", "A", FILM),
+        Hop("Which vitamin is in #1?", "B", FILM),
+        Hop("Who found #2, as A says?", "Ann Dahl", PERSON),
+    )
+    plan = gold.plan_of(replace(with_hops(*hops), text="Who found it?"))
+    assert [node.query for node in plan.nodes[1:]] == ["Which vitamin is in {A}?", "Who found {B}, as {A} says?"]
+
+
 def test_an_answer_is_verified_by_the_documents_that_show_it():
     """A format that verifies rejected every demonstration."""
     protocol = build_protocol(ProtocolSettings(verification=True))
