@@ -160,8 +160,9 @@ class R3(Protocol):
         return self.headings.answer
 
     def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
-        # In the middle of a line the heading is plain text, as in `parse`.
-        if re.search(rf"^[ \t]*{re.escape(self.answer_heading)}", text, re.MULTILINE):
+        # As in `parse`, in the middle of a line the heading is plain text, but not behind `Step k:`.
+        _, body = self._step_number_and_body(text)
+        if any(heading[1] == self.answer_heading for heading in self.heading_pattern.finditer(body)):
             return None
         return f"\n{self.answer_heading}"
 
@@ -178,6 +179,13 @@ class R3(Protocol):
     def step_request(self, number: int) -> str:
         return f"Write {self.headings.step} {number} now, and nothing else."
 
+    def _step_number_and_body(self, text: str) -> tuple[int | None, str]:
+        """Returns the number of a turn's heading `Step k:`, None if it does not begin with one, and what follows."""
+        heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
+        if heading is None:
+            return None, text
+        return int(heading[1]), text[heading.end() :]
+
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; the step's `faults` name everything that is wrong with the turn.
 
@@ -186,10 +194,7 @@ class R3(Protocol):
         not clear which one is meant. Of two queries the first is used, because a search does not end the episode; with
         a query and a list of queries, none is.
         """
-        step_heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
-        body = text
-        if step_heading:
-            body = text[step_heading.end() :]
+        step_number, body = self._step_number_and_body(text)
         # The pattern has a group, so that `split` returns headings and the texts below them in turn.
         preamble, *headings_and_texts = self.heading_pattern.split(body)
         written_headings = headings_and_texts[::2]
@@ -198,11 +203,11 @@ class R3(Protocol):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
         # Text between `Step k:` and the first heading is taken for an analysis without its heading, a fault even if an
-        # analysis with its heading follows. If `Step k:` is missing, that is the fault, and the text is none.
-        headless_analysis = step_heading and preamble.strip()
+        # analysis with its heading follows. If `Step k:` is missing, that alone is the fault.
+        headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
-            no_step_heading=step_heading is None,
-            wrong_step_number=step_heading and int(step_heading[1]) != len(earlier) + 1,
+            no_step_heading=step_number is None,
+            wrong_step_number=step_number not in (None, len(earlier) + 1),
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
             no_analysis=headless_analysis or not analysis,

@@ -121,6 +121,7 @@ def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer_unless_it_has_begu
     assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
     assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
     # In the middle of a line it is plain text: the turn was not asked for an answer.
+    assert FORMAT.cut_off_heading("Step 2: The final answer: a long", [Step("x")]) is None
     mentioned = "Step 1:\nThe problem analysis: what The final answer: means"
     assert FORMAT.cut_off_heading(mentioned, []) == "\nThe final answer:"
 
