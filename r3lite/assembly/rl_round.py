@@ -161,8 +161,8 @@ def to_rollout(
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
     for step_end, step_reward in zip(sequence.step_ends, reward.by_step, strict=True):
-        # With --learn answer only the last step is an action and rewarded: the ends of a context share the earlier
-        # steps, see `Sequence.reopened`.
+        # With --learn answer several last turns are sampled after the same earlier steps, which are no actions then and
+        # get no reward: see `Sequence.reopened`.
         if sequence.action_mask[step_end]:
             token_rewards.append((step_end, step_reward))
     return Rollout(

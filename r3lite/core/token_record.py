@@ -12,9 +12,9 @@ class TokenRecord:
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    # [N] log-probabilities of the actions when they were sampled; empty, or 0 in a trace, if they were not
+    # [N] log-probabilities of the actions when they were sampled; empty if they were not, or 0 if a teacher wrote them
     logprobs: list[float] = field(default_factory=list)
-    # [N] values of the states before the actions, 0 without a critic; empty, or 0 in a trace, if they were not sampled
+    # [N] values of the states before the actions, 0 without a critic; otherwise as `logprobs`
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

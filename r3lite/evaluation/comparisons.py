@@ -51,7 +51,7 @@ def compare(
 
     Each resample draws questions and takes both models' answers to them (Koehn 2004, W04-3250). A question for which a
     metric is unknown in one of the two, or at which a retriever failed, counts in neither. `p` is two-sided: the
-    achieved significance level, that is 1 less the level of the percentile interval that just reaches 0 (Efron and
+    achieved significance level, that is 1 minus the level of the percentile interval that just reaches 0 (Efron and
     Tibshirani, An Introduction to the Bootstrap, 1993, section 15.4). With one resample added to each side it is
     never 0.
     """
@@ -60,10 +60,10 @@ def compare(
     parts_of_b = metric_parts([b[i] for i in indices])
     names = [name for name in parts_of_a if name in parts_of_b]
     pairs = [[parts_of_a[name], parts_of_b[name]] for name in names]
-    table = np.array(pairs, dtype=np.float64)  # [metrics, 2, n, 2]: numerators and denominators of a and b
+    table = np.array(pairs, dtype=np.float64)  # [metrics, a and b, n, numerator and denominator]
     known_in_both = (table[..., 1] > 0).all(axis=1)  # [metrics, n]
     table *= known_in_both[:, None, :, None]
-    by_question = table.transpose(0, 2, 1, 3)  # [metrics, n, 2, 2]
+    by_question = table.transpose(0, 2, 1, 3)  # [metrics, n, a and b, numerator and denominator]
     columns = by_question.reshape(len(names), len(indices), 4)
     sums = resampled_sums(columns, seed, RESAMPLES)
     sums = sums.reshape(1 + RESAMPLES, len(names), 2, 2)

@@ -287,8 +287,9 @@ class Layout:
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # A thought may be open in the message that gets the answer. If there is a request, its end is where the message
-        # begins, and the template may have opened a thought just before; else the model may have in the current turn.
+        # A thought may be open where the answer is to be written. With a request, the answer gets a new message, which
+        # begins behind it: the template may have opened a thought at the end of the request, just before this place.
+        # Without one, the model may have opened a thought in the current turn.
         thought_start = len(tokens) if request else transcript.turn_start
         closing_text = self._thoughts.end(tokens, thought_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]

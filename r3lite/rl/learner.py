@@ -148,7 +148,7 @@ class Learner:
         """Returns the metrics of an update. The arguments are only this rank's.
 
         They are means over the tokens of all ranks and optimizer steps, but `loss` and `grad_norm` over the optimizer
-        steps. For those that begin with "sampling/" see `sampling_metrics`.
+        steps. For the metrics of `sampling_metrics` see there.
         """
         sums_by_rank = self.ranks.gather(step_sums)  # [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
@@ -273,7 +273,7 @@ class Learner:
                 )
                 actions = actions.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
             # `token_loss` calls `_policy_loss(actions, places, logprobs, entropy)` for each chunk of tokens in turn.
-            # It returns the sum of the losses, and the list of what was measured.
+            # Then it returns the sum of their losses and the list of their MeasuredChunks.
             loss, measured_chunks = token_loss(
                 hidden,
                 head,

@@ -1,8 +1,8 @@
 """Losses per token, normalizers, and the metrics of an update.
 
-Pure functions. A loss takes and returns tensors of one shape. A normalizer gives the weight of each token in the loss
-of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens that have a loss and returns their weights
-[B, T], 0 elsewhere.
+Pure functions. A loss takes and returns tensors of one shape, but for `truncated_kl`. A normalizer gives the weight of
+each token in the loss of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens that have a loss and
+returns their weights [B, T], 0 elsewhere.
 
 Metrics are summed over tokens chunk by chunk, and then divided by the number of tokens. There are three kinds of
 tokens, and the name of a metric begins with its kind: OFF_POLICY, tokens that the policy did not sample; GUIDED, tokens

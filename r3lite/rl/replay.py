@@ -128,7 +128,8 @@ class ReplayBuffer:
     def _add_group(self, number: int, question: str, group: Outcomes) -> None:
         """Adds the successes of a question's episodes, or retires the question if all of them succeeded."""
         successes = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
-        if len(successes) == len(group) >= self.generations:
+        is_whole = len(group) >= self.generations  # else some rewards are missing
+        if is_whole and len(successes) == len(group):
             self.retired.add(question)
             self.questions.pop(question, None)
         elif question not in self.retired:

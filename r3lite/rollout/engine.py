@@ -298,7 +298,10 @@ class Engine:
         logits: Tensor,
         batch: SamplingBatch,
     ) -> list[SampledToken]:
-        """Samples the tokens of a batch from a pass's hidden states [N, C] and logits [N, V]."""
+        """Samples the tokens of a batch from a pass's hidden states [N, C] and logits [N, V].
+
+        `batch.indices` has the row of both from which each entry is sampled; None: all rows, in their order.
+        """
         if batch.indices is not None:
             indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)
             hidden = hidden[indices]

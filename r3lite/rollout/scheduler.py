@@ -45,12 +45,13 @@ class Scheduler:
             if row:
                 row.append(sequence)
                 continue
-            if self.last_released and not self.rows:
-                # Row 0 still has what the last sequence left: we keep what both begin with, such as the prompt.
-                common = min(self.cache.lengths[0], common_length(sequence, self.last_released))
-                self.cache.keep_prefix(0, common)
+            free_row = len(self.rows)  # the first one, which `_add` takes
+            if self.last_released and free_row == 0:
+                # It still has what the last sequence left: we keep what both begin with, such as the prompt.
+                common = min(self.cache.lengths[free_row], common_length(sequence, self.last_released))
+                self.cache.keep_prefix(free_row, common)
             else:
-                self.cache.truncate(len(self.rows), 0)
+                self.cache.truncate(free_row, 0)
             self._add([sequence])
         del self.waiting[:limit]
 

@@ -228,7 +228,8 @@ class ChatReply:
                 yield self._chunk({"content": piece})
 
     def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
-        # A client that has read more than the answer, as a thought that showed only at its end, gets nothing twice.
+        # A client may have read text that is no part of the answer: that it was a thought showed only at `</think>`.
+        # Then the answer is not sent once more.
         if answer.final_answer.startswith(self.sent):
             unsent = answer.final_answer.removeprefix(self.sent)
             if unsent:
