@@ -60,11 +60,7 @@ def train(
     state = trainer.state
     schedule = run.config.schedule
     done = run.restore_or_start(state)  # loads the checkpoint, if there is one; returns its steps
-    last = trainer.total
-    if done == last:
-        print(f"the run has all of its {last} steps; its results are written again", file=sys.stderr)
-    if schedule.stop_after is not None:
-        last = min(last, done + schedule.stop_after)
+    last = _last_step(run, done=done, total=trainer.total)
     log = _open_log(run, done, trainer.total, state.precision.device)
     span_log = open_span_log(
         spans,
@@ -114,10 +110,7 @@ def train(
                 oversight.end_step(number)  # may end the run by raising Collapse
             interrupts.raise_if_interrupted()
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
-        if run.saved_step and not isinstance(error, Collapse):
-            print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt | Terminated):
-            print(f"\nno step was finished; begin again with: {run.resume_command}", file=sys.stderr)
+        _say_how_to_go_on(run, error)
         raise
     finally:
         log.close()
@@ -129,6 +122,24 @@ def train(
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True
+
+
+def _last_step(run: RunFolder, done: int, total: int) -> int:
+    """Returns the number of the last step to take, of which `done` have been taken; says so if all have."""
+    if done == total:
+        print(f"the run has all of its {total} steps; its results are written again", file=sys.stderr)
+    stop_after = run.config.schedule.stop_after
+    if stop_after is None:
+        return total
+    return min(total, done + stop_after)
+
+
+def _say_how_to_go_on(run: RunFolder, error: BaseException) -> None:
+    """Prints the command that continues a run which an error or an interruption ends."""
+    if run.saved_step and not isinstance(error, Collapse):
+        print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt | Terminated):
+        print(f"\nno step was finished; begin again with: {run.resume_command}", file=sys.stderr)
 
 
 def _open_log(run: RunFolder, done: int, total: int, device: torch.device) -> metrics.MetricsLog | metrics.NoLog:
