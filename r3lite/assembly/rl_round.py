@@ -232,6 +232,7 @@ class RoundSampler:
 
     def __post_init__(self):
         seed = self.config.common.seed
+        self.sources = {question.source for question in self.questions}
         mixture = build_mixture(self.config.mixture, self.questions, f"{seed}/rl")
         self.order = QuestionOrder(
             self.questions,
@@ -294,8 +295,7 @@ class RoundSampler:
         """Returns the episodes with their rewards; the weights of the rewards may depend on the round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        sources = {question.source for question in self.questions}
-        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge, sources))
+        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge, self.sources))
         return Round(sequences, rewards, groups)
 
     def with_off_policy(
