@@ -174,10 +174,14 @@ class Protocol(ABC):
         """Returns the text at the beginning of a turn for the forced answer of step `number`."""
         return self.answer_heading
 
+    def begins_answer(self, text: str) -> bool:
+        """Returns whether a turn has the heading of the answer, where `parse` takes it for one."""
+        return self.answer_heading in text
+
     def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
         """Returns the text that is appended to a turn that reached its token limit, so that the model writes an answer;
         None if it has begun to answer, or cannot answer there."""
-        if self.answer_heading in text:
+        if self.begins_answer(text):
             return None
         return f"\n{self.answer_heading}"
 

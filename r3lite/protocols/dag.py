@@ -35,6 +35,7 @@ FAULTS = {
     **LAYOUT_FAULTS,
 }
 ANSWER = Headings().answer
+ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER}", re.MULTILINE)
 DOCUMENTS = "The retrieval documents of"
 LINE = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
 
@@ -105,6 +106,9 @@ class Dag(Protocol):
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return _with_final(Step(), [text])
 
+    def begins_answer(self, text: str) -> bool:
+        return ANSWER_LINE.search(text) is not None
+
     def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
         if not earlier:
             return None
@@ -153,7 +157,7 @@ class Dag(Protocol):
         """
         levels = self._plan(earlier).levels
         done = len(earlier)
-        body, *final_texts = re.split(rf"^[ \t]*{ANSWER}", text, flags=re.MULTILINE)
+        body, *final_texts = ANSWER_LINE.split(text)
         answers, faults = _read_answers(body, levels[done - 1])
         step = Step(body.strip(), faults=tuple(faults))
         if final_texts:

@@ -159,12 +159,10 @@ class R3(Protocol):
     def answer_heading(self) -> str:
         return self.headings.answer
 
-    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
-        # As in `parse`, in the middle of a line the heading is plain text, but not behind `Step k:`.
+    def begins_answer(self, text: str) -> bool:
+        # In the middle of a line the heading is plain text, but not behind `Step k:`.
         _, body = self._step_number_and_body(text)
-        if any(heading[1] == self.answer_heading for heading in self.heading_pattern.finditer(body)):
-            return None
-        return f"\n{self.answer_heading}"
+        return any(heading[1] == self.answer_heading for heading in self.heading_pattern.finditer(body))
 
     def answer_opening(self, number: int) -> str:
         return f"{self.headings.step} {number}:\n{self.headings.answer}"
