@@ -90,6 +90,21 @@ def test_an_answer_out_of_the_worked_example_is_a_fault_and_is_reported(toy, say
     assert "repeat the prompt" not in capsys.readouterr().out
 
 
+def test_a_corpus_without_any_gold_paragraph_is_told(toy, says, tmp_path, capsys):
+    """With the index of other questions every answer was wrong, and nothing said why."""
+    question = "is this the index or corpus of these questions?"
+    says({name: [ask(1, "river"), answer(2, "Lagan")] for name in ("Ada", "Bob", "Cy")})
+    write_jsonl(tmp_path / "corpus.jsonl", [{"id": "1", "title": "Ljungby", "text": "The river Lagan flows there."}])
+    assert evaluate.main([*toy, "--corpus", str(tmp_path / "corpus.jsonl")]) == 0
+    assert question in capsys.readouterr().out
+    # Without a search, recall says nothing of the corpus; with one gold paragraph it is the right one.
+    for number, texts in enumerate(([answer(1, "Lagan")], [ask(1, "Ada lives in Adatown"), answer(2, "Lagan")])):
+        toy[toy.index("--output") + 1] = str(tmp_path / f"other-{number}")
+        says({"Ada": texts, "Bob": [answer(1, "Lagan")], "Cy": [answer(1, "Lagan")]})
+        assert evaluate.main([*toy]) == 0
+        assert question not in capsys.readouterr().out
+
+
 def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, capsys, monkeypatch):
     seen, opened = {}, Layout.open
 
