@@ -84,11 +84,11 @@ def test_a_cache_fails_whose_steps_see_the_slots_of_others(monkeypatch):
     make = kv_cache.Decode.__init__
 
     def seeing_all(self, cache, positions, used, padding=None, lengths=()):
-        make(self, cache, positions, used, padding, [used] * len(lengths))  # on a CPU each row reads so many slots
+        make(self, cache, positions, used, padding, [used] * len(lengths))  # where each row reads its own slots
 
     make_mask = kv_cache.Decode._mask
     monkeypatch.setattr(kv_cache.Decode, "__init__", seeing_all)
-    monkeypatch.setattr(kv_cache.Decode, "_mask", lambda self, window: torch.zeros_like(make_mask(self, window)))
+    monkeypatch.setattr(kv_cache.Decode, "_mask", lambda self, *key: torch.zeros_like(make_mask(self, *key)))
     assert failed(numbers.cached_decode(EXACT))
     assert failed(numbers.cached_decode(Precision(torch.bfloat16, CPU)))  # in 16 bits alone it would not show
 
