@@ -178,7 +178,7 @@ class Protocol(ABC):
         """Returns whether a turn has the heading of the answer, where `parse` takes it for one."""
         return self.answer_heading in text
 
-    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
+    def heading_after_cut_off(self, text: str, earlier: Sequence[Step]) -> str | None:
         """Returns the text that is appended to a turn that reached its token limit, so that the model writes an answer;
         None if it has begun to answer, or cannot answer there."""
         if self.begins_answer(text):

@@ -109,10 +109,10 @@ class Dag(Protocol):
     def begins_answer(self, text: str) -> bool:
         return ANSWER_LINE.search(text) is not None
 
-    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
+    def heading_after_cut_off(self, text: str, earlier: Sequence[Step]) -> str | None:
         if not earlier:
             return None
-        return super().cut_off_heading(text, earlier)
+        return super().heading_after_cut_off(text, earlier)
 
     def step_request(self, number: int) -> str:
         if number == 1:

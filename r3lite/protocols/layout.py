@@ -165,13 +165,13 @@ class Layout:
     def _close_cut_off(self, transcript: Transcript, text: str) -> None:
         """Closes a turn that a limit cut off: forces an answer after its text, or ends the episode as CUT_OFF.
 
-        An answer can be forced if the model has not begun to write one (`Protocol.cut_off_heading`), and not after a
-        last turn.
+        An answer can be forced if the model has not begun to write one (`Protocol.heading_after_cut_off`), and not
+        after a last turn.
         """
         step = self.protocol.parse(text, transcript.steps)
         # Faults of an unfinished text mean nothing, so TURN_CUT_OFF takes their place.
         step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
-        heading = self.protocol.cut_off_heading(text, transcript.steps)
+        heading = self.protocol.heading_after_cut_off(text, transcript.steps)
         if heading is not None and not transcript.is_last_turn:
             self._begin_answer(transcript, step, heading=heading)
             return
@@ -288,10 +288,14 @@ class Layout:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
         # A thought may be open where the answer is to be written. With a request, the answer gets a new message, which
-        # begins behind it: the template may have opened a thought at the end of the request, just before this place.
-        # Without one, the model may have opened a thought in the current turn.
-        thought_start = len(tokens) if request else transcript.turn_start
-        closing_text = self._thoughts.end(tokens, thought_start)
+        # begins behind it: the template may have opened a thought at the end of the request (`Thoughts.end` looks at
+        # the tokens just before the turn). Without one, the model may have opened a thought in the current turn; a
+        # format with <think> ends that in its heading (`Protocol.heading_after_cut_off`).
+        closing_text = ""
+        if request:
+            closing_text = self._thoughts.end(tokens, turn_start=len(tokens))
+        elif not self._thoughts.in_format:
+            closing_text = self._thoughts.end(tokens, turn_start=transcript.turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

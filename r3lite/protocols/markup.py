@@ -75,6 +75,15 @@ class Markup:
         meanings = [self._meanings[end.lower()] for end in self._ends.findall(text)]
         return {tag for tag, _ in meanings}
 
+    def is_open(self, tag: Tag, text: str) -> bool:
+        """Returns whether a text opens a tag oftener than it closes it."""
+        openings = 0
+        for end in self._ends.findall(text):
+            end_tag, opens = self._meanings[end.lower()]
+            if end_tag == tag:
+                openings += 1 if opens else -1
+        return openings > 0
+
     def quoted(self, text: str) -> str:
         """Returns text from outside on one line, with U+2039 for the `<` of every tag in it, whatever the tag's letter
         case.

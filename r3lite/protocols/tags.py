@@ -49,11 +49,13 @@ TAG_NAME = re.compile(r"</?[A-Za-z][A-Za-z0-9_-]*>")
 
 @dataclass(frozen=True)
 class Tags(Protocol):
-    """Reading and rendering of steps in tags. `parse(render(step, k), earlier) == step` for every well-formed step.
+    """Reading and rendering of steps in tags.
 
-    Without `search` and `information` a step can only answer. `lenient` reading takes tags in any letter case, and a
-    block as ended by the next tag or by the end of the turn; it does not count as faults what it forgives. With the
-    limits of a `graph` a search is a plan.
+    `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step.
+
+    Without `search` and `information` a step can only answer. `lenient` reading takes tags in any letter case; a
+    missing closing tag is implied by the next tag or by the end of the turn. It does not count as faults what it
+    forgives. With the limits of a `graph` a search is a plan.
     """
 
     init_prompt: str
@@ -138,13 +140,13 @@ class Tags(Protocol):
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
 
-    def cut_off_heading(self, text: str, earlier: Sequence[Step]) -> str | None:
-        heading = super().cut_off_heading(text, earlier)
+    def heading_after_cut_off(self, text: str, earlier: Sequence[Step]) -> str | None:
+        heading = super().heading_after_cut_off(text, earlier)
         if not heading:
             return heading
         missing_ends = ""
         for tag in (self.think, self.search):
-            if tag and text.count(tag.opening) > text.count(tag.closing):
+            if tag and self.markup.is_open(tag, text):
                 missing_ends += tag.closing
         return missing_ends + heading
 
@@ -234,10 +236,11 @@ class Tags(Protocol):
 
 def _split_plan(analysis: str) -> tuple[str, str]:
     """Returns the thought and the plan that `Tags.parse` has joined to an analysis; the plan is "" if there is none."""
-    thought, nodes_heading, nodes = analysis.rpartition(f"\n{plan.NODES}")
+    # The plan may stand at the very beginning: lenient reading forgives a missing thought.
+    thought, nodes_heading, nodes = f"\n{analysis}".rpartition(f"\n{plan.NODES}")
     if not nodes_heading:
         return analysis, ""
-    return thought, plan.NODES + nodes
+    return thought.removeprefix("\n"), plan.NODES + nodes
 
 
 def _plan_of(step: Step) -> SearchPlan:
@@ -251,7 +254,10 @@ def _plan_of(step: Step) -> SearchPlan:
 
 
 def load_tags(settings: ProtocolSettings) -> Tags:
-    """Returns think, search, answer; the tags around documents and the opening prompt are those of the settings."""
+    """Returns the protocol with the tags think, search and answer.
+
+    The tags around documents and the opening prompt are those of the settings.
+    """
     information = Tag(settings.information_open, settings.information_close)
     _check_information(information)
     values = {"information_open": information.opening, "information_close": information.closing}
@@ -260,7 +266,13 @@ def load_tags(settings: ProtocolSettings) -> Tags:
         graph = Limits(settings.most_nodes, settings.most_node_words)
         values |= graph.placeholders()
     prompt = filled(_init_prompt(settings, tuple(values)), values)
-    return Tags(prompt, information=information, graph=graph, **_reading(settings))
+    return Tags(
+        prompt,
+        information=information,
+        lenient=settings.tags == "lenient",
+        system=settings.system_prompt,
+        graph=graph,
+    )
 
 
 def _check_information(information: Tag) -> None:
@@ -280,19 +292,16 @@ def _check_information(information: Tag) -> None:
 
 
 def load_solution(settings: ProtocolSettings) -> Tags:
-    """Returns working-out and solution, without search."""
+    """Returns the protocol with the tags working-out and solution, which does not search."""
     return Tags(
         _init_prompt(settings),
         think=WORKING_OUT,
         answer=SOLUTION,
         search=None,
         information=None,
-        **_reading(settings),
+        lenient=settings.tags == "lenient",
+        system=settings.system_prompt,
     )
-
-
-def _reading(settings: ProtocolSettings) -> dict:
-    return {"lenient": settings.tags == "lenient", "system": settings.system_prompt}
 
 
 def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:

@@ -76,11 +76,11 @@ class Thoughts:
         has_begun = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
         return has_begun and THOUGHT_END not in text
 
-    def end(self, tokens: Sequence[int], start: int | None = None) -> str:
-        """Returns the text that ends the open thought of the turn that begins at `start`, by default after all tokens;
-        "" if none is open."""
-        if start is None:
-            start = len(tokens)
-        if self.is_open(tokens, start):
+    def end(self, tokens: Sequence[int], turn_start: int | None = None) -> str:
+        """Returns the text that ends the open thought of the turn that begins at `turn_start`, by default after all
+        tokens; "" if none is open."""
+        if turn_start is None:
+            turn_start = len(tokens)
+        if self.is_open(tokens, turn_start):
             return f"\n{THOUGHT_END}\n\n"
         return ""

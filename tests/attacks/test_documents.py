@@ -97,7 +97,7 @@ def test_text_of_any_kind_is_read_and_a_sound_step_is_read_as_it_was_written(nam
         earlier = [protocol.first_search(question)] if protocol.can_search and generator.random() < 0.5 else []
         step = protocol.parse(text, earlier)
         assert protocol.is_whole(text) in (True, False) and protocol.first_turn(text) in text
-        assert isinstance(protocol.cut_off_heading(text, earlier), (str, type(None)))
+        assert isinstance(protocol.heading_after_cut_off(text, earlier), (str, type(None)))
         if not step.faults and (step.searches or step.answer is not None) and not earlier:
             assert protocol.parse(protocol.render(step, 1), []) == step
 

@@ -54,9 +54,9 @@ def test_what_can_be_wrong_with_the_end():
 
 def test_a_turn_that_is_cut_off_begins_its_answer_only_at_the_beginning_of_a_line():
     earlier = [Step("a plan")]
-    assert DAG.cut_off_heading("A: Ann\nThe final answer: Os", earlier) is None
-    assert DAG.cut_off_heading("A: what The final answer: is", earlier) == "\nThe final answer:"
-    assert DAG.cut_off_heading("Nodes:", []) is None  # a plan cannot answer
+    assert DAG.heading_after_cut_off("A: Ann\nThe final answer: Os", earlier) is None
+    assert DAG.heading_after_cut_off("A: what The final answer: is", earlier) == "\nThe final answer:"
+    assert DAG.heading_after_cut_off("Nodes:", []) is None  # a plan cannot answer
 
 
 def test_a_query_that_was_asked_before_is_a_fault():

@@ -118,12 +118,12 @@ def test_a_forced_answer_needs_no_analysis_of_its_own():
 
 
 def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer_unless_it_has_begun_one():
-    assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
-    assert FORMAT.cut_off_heading("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
+    assert FORMAT.heading_after_cut_off("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
+    assert FORMAT.heading_after_cut_off("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
     # In the middle of a line it is plain text: the turn was not asked for an answer.
-    assert FORMAT.cut_off_heading("Step 2: The final answer: a long", [Step("x")]) is None
+    assert FORMAT.heading_after_cut_off("Step 2: The final answer: a long", [Step("x")]) is None
     mentioned = "Step 1:\nThe problem analysis: what The final answer: means"
-    assert FORMAT.cut_off_heading(mentioned, []) == "\nThe final answer:"
+    assert FORMAT.heading_after_cut_off(mentioned, []) == "\nThe final answer:"
 
 
 def test_any_mixture_of_pieces_is_read_without_an_error():

@@ -205,10 +205,10 @@ def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer(name):
     """What it left open is closed first; a turn that has begun to answer cannot be finished."""
     protocol = EVERY[name]
     begun = f"{protocol.think.opening} a lot"
-    given = protocol.cut_off_heading(begun, [])
+    given = protocol.heading_after_cut_off(begun, [])
     assert given == f"{protocol.think.closing}\n{protocol.answer.opening}"
     assert protocol.parse(f"{begun}{given} Oslo {protocol.answer.closing}", []) == Step("a lot", answer="Oslo")
-    assert protocol.cut_off_heading(f"{begun}{given} Os", []) is None
+    assert protocol.heading_after_cut_off(f"{begun}{given} Os", []) is None
 
 
 def test_documents_are_numbered_one_a_line_inside_their_tags():
@@ -275,6 +275,17 @@ def test_a_search_is_a_graph_of_queries_in_the_order_of_its_edges():
     assert GRAPH.observation("Q?", [found]).strip() == f"{given}(nothing was found)</r>"
     assert GRAPH.parse(f"{THOUGHT}{ANSWER}", [found]) == Step("a", answer="b")
     assert check_steps([found, Step("a", answer="b")], GRAPH) is None
+
+
+def test_a_graph_without_a_thought_is_rendered_as_it_was_read():
+    """Lenient reading forgives the thought; the plan was taken for it then, and another was written behind it."""
+    lenient = load(format="tags", search_graph=True, tags="lenient")
+    step = lenient.parse(f"<search> {NODES} </search>", [])
+    assert step == Step(NODES, PLANNED.searches)
+    assert (
+        lenient.render(step, 1).endswith(f"<search> {NODES} </search>")
+        and lenient.parse(lenient.render(step, 1), []) == step
+    )
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,19 @@ def test_a_turn_that_ran_out_of_room_keeps_its_analysis_and_answers(layout, prot
     assert step.answer == "here" and "x" * 20 in step.analysis and step.faults == ("cut_off",)
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_thought_of_a_format_that_thinks_is_ended_once(tokenizer, lenient):
+    """The layout and the protocol both ended it, so that answers were written and learned after a stray tag."""
+    protocol = Tags("Q: {question}", lenient=lenient)
+    layout = Layout(tokenizer, protocol, LengthSettings(max_length=1000, max_new_tokens=100, max_hops=2))
+    for opening in ("<think>", "<Think>") if lenient else ("<think>",):
+        transcript = opened(layout)
+        prompt = len(transcript.tokens)
+        speak(layout, transcript, f"{opening} {'x' * 200}", end=False)
+        text = tokenizer.decode(transcript.tokens[prompt:])
+        assert text == f"{opening} {'x' * (len(text) - len(opening) - 18)}</think>\n<answer>"
+
+
 def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
     transcript = opened(layout)
     for query in ("one", "two", "three"):
