@@ -58,7 +58,7 @@ def test_passes_of_a_long_step_are_counted_in_lines(monkeypatch, capsys):
     monkeypatch.setattr(bars, "time", clock)
     passes = ["a", "b", "c"]
     seen = []
-    for item in ALONE.counted(passes, "learning", "passes"):
+    for item in ALONE.with_progress(passes, "learning", "passes"):
         seen.append(item)
         clock.now += 6
     assert seen == passes

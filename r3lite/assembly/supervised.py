@@ -131,7 +131,7 @@ class SFTTrainer:
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
         parts_of_loss: dict[str, Tensor] = {}
-        for micro_batch in self.ranks.counted(micro_batches, "learning", "passes"):
+        for micro_batch in self.ranks.with_progress(micro_batches, "learning", "passes"):
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
@@ -206,7 +206,7 @@ class SFTTrainer:
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
             micro_batches = self.micro_batches(self.held_out)
-            for micro_batch in self.ranks.counted(micro_batches, "validating", "passes"):
+            for micro_batch in self.ranks.with_progress(micro_batches, "validating", "passes"):
                 sums[micro_batch[0].source] += self.loss(micro_batch).item()
         return sums
 

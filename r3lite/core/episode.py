@@ -59,8 +59,8 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 class Hop:
     """Holds one step of a gold decomposition."""
 
-    # Perhaps only the name of what is looked up. In it "#1" stands for the answer of the first hop, "#2" for that of
-    # the second.
+    # May be only a name to look up, instead of a question. In it "#1" stands for the answer of the first hop, "#2" for
+    # that of the second.
     question: str
     answer: str
     document: Document | None = None
@@ -230,8 +230,8 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    # How it ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING; None while a transcript goes on. Without an answer an
-    # episode counts as cut off, hence the default.
+    # How it ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING; None while a transcript goes on. The default is for
+    # episodes that are made without saying how they ended.
     finish: str | None = CUT_OFF
     tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then

@@ -12,9 +12,10 @@ class TokenRecord:
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    # [N] log-probabilities of the actions when they were sampled; empty if they were not, or 0 if a teacher wrote them
+    # [N] log-probabilities of the actions when they were sampled. Empty: they were not sampled. All 0: a teacher wrote
+    # them.
     logprobs: list[float] = field(default_factory=list)
-    # [N] values of the states before the actions, 0 without a critic; otherwise as `logprobs`
+    # [N] values of the states before the actions; all 0 without a critic, and empty or all 0 where `logprobs` are
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

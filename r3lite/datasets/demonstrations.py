@@ -200,7 +200,7 @@ class Demonstration:
         new_hops = []
         for hop in self._missing:
             # A sub-question that refers to others waits for them, as nothing says before that its answer matters.
-            waits = self._sub_question(hop) and not used(self.question.hops[hop]) <= self._covered
+            waits = self._sub_question(hop) and not used(self.question, hop) <= self._covered
             if not waits and self._is_read(hop):
                 new_hops.append(hop)
                 self._covered.add(hop)
@@ -297,7 +297,7 @@ class Demonstration:
         name = name_of(hops[number].document.title)
         if stands_in(name, context):
             candidates.append(name)
-        if all(self._is_stated(hop, context) for hop in used(hops[number])):
+        if all(self._is_stated(hop, context) for hop in used(self.question, number)):
             candidates.append(self._queries[number])
         return candidates
 

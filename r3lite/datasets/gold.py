@@ -14,7 +14,8 @@ use its answer; each further step has the answers of a level of nodes, the last 
 
 For a protocol without search they are one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 
-What a comparison comes to is found by rule: a small model that has both dates right may still name the wrong film.
+For demonstrations.py, `compared` tells by rule what a comparison comes to: a small model that has both dates right may
+still name the wrong film.
 """
 
 import random
@@ -141,11 +142,12 @@ def with_gold(
 ) -> tuple[list[Document], bool]:
     """Returns the documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
 
-    A missing paragraph replaces the last document and is put at a random place: a model would learn a fixed one.
+    A missing paragraph replaces the last of `top_k` documents and is put at a random place: a model would learn a fixed
+    one.
     """
     gold = question.hops[hop].document
     gold_index = question.gold_index(gold)
-    if any(question.gold_index(document) == gold_index for document in retrieved):
+    if gold_index is not None and any(question.gold_index(document) == gold_index for document in retrieved):
         return list(retrieved), True
     documents = list(retrieved[: top_k - 1])
     documents.insert(random.Random(seed).randint(0, len(documents)), gold)
@@ -153,8 +155,10 @@ def with_gold(
 
 
 def hasty(question: Question) -> Question:
-    """Returns a question without its last hop, whose answer is the one before that: well-formed but wrong to
-    demonstrate."""
+    """Returns the question without its last hop, with the answer of the hop before as its answer.
+
+    A demonstration of it is well-formed, but the answer is wrong.
+    """
     answer = question.hops[-2].answer
     return replace(question, hops=question.hops[:-1], answers=(answer,))
 
@@ -169,8 +173,8 @@ def demonstration(question: Question, documents: Sequence[Sequence[Document]], p
 
 
 def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> tuple[Step, ...]:
-    """Returns the steps; in a protocol that verifies, the last says by their numbers which documents show the
-    facts."""
+    """Returns the steps; in a protocol that verifies, with a verification in the last: it cites, as [n], the documents
+    that show the facts."""
     if not protocol.verifies:
         return tuple(steps)
     sources: dict[int, str] = {}  # the first document of each gold paragraph
@@ -201,9 +205,9 @@ def with_searches(
     """
     sub_questions = queries(question)
     hops_of_step: list[list[int]] = [[]]
-    for i, hop in enumerate(question.hops):
+    for i in range(len(question.hops)):
         is_full = len(hops_of_step[-1]) == most_queries
-        waits = used(hop) & set(hops_of_step[-1])
+        waits = used(question, i) & set(hops_of_step[-1])
         if is_full or waits:
             hops_of_step.append([])
         hops_of_step[-1].append(i)
@@ -271,14 +275,15 @@ class _DatedFact(NamedTuple):
     text: str
 
 
-def used(hop: Hop) -> set[int]:
-    """Returns the indices of the hops whose answers the sub-question of a hop refers to."""
-    return {int(number) - 1 for number in re.findall(r"#(\d{1,9})(?!\d)", hop.question)}
+def used(question: Question, hop: int) -> set[int]:
+    """Returns the indices of the earlier hops whose answers the sub-question of a hop refers to."""
+    numbers = map(int, re.findall(r"#(\d{1,9})(?!\d)", question.hops[hop].question))
+    return {number - 1 for number in numbers if 1 <= number <= hop}  # others are parts of names, such as Mambo #5
 
 
 def subject(question: Question, hop: int) -> str:
     """Returns what a chain of hops is about: the name of its first paragraph."""
-    earlier_hops = used(question.hops[hop])
+    earlier_hops = used(question, hop)
     if earlier_hops:
         return subject(question, min(earlier_hops))
     return name_of(question.hops[hop].document.title)

@@ -71,7 +71,7 @@ class Ranks:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
 
-    def counted(self, items: Sequence[T], name: str, unit: str) -> Iterator[T]:
+    def with_progress(self, items: Sequence[T], name: str, unit: str) -> Iterator[T]:
         """Yields this rank's items. The first rank shows how many are done, as it does of long work (see bars.py)."""
         if not self.first:
             yield from items

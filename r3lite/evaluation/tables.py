@@ -26,7 +26,9 @@ def scores_table(scores: dict, remedy_of_format: str) -> str:
     if scores["retrieval_recall"]["value"] is None:
         lines.append("-: the questions have no gold paragraphs, by which recall is measured")
     if scores["retrieval_recall"]["value"] == 0 and scores["mean_searches"]["value"] > 0:
-        lines.append("\nNo gold paragraph was retrieved: is this the index or corpus of these questions? What it lacks:")
+        lines.append(
+            "\nNo gold paragraph was retrieved: is this the index or corpus of these questions? What it lacks:"
+        )
         lines.append("python -m r3lite.retrieve --data QUESTIONS --index FOLDER --gap-report gaps.json")
     if scores["faults"]:
         lines.append(f"\nfaults of steps: {_counts(scores['faults'])}")

@@ -40,8 +40,9 @@ TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a ti
 MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
 BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
 # Bytes for each probability that is sorted (top-k and top-p): the sorted number and its place in int64. While a card
-# sorts several rows, it also has two copies of pairs of int32, a copy of the numbers, and as much again to sort into
-# (segmented_sort_pairs_by_full_sort in aten/src/ATen/native/cuda/SortStable.cu). What follows the sort takes less.
+# sorts several rows, it also has two copies of pairs of int32, a copy of the numbers, and another number and place to
+# sort into (segmented_sort_pairs_by_full_sort in aten/src/ATen/native/cuda/SortStable.cu). What follows the sort takes
+# less.
 SORTING = (4 + 8) + 2 * 8 + 4 + (4 + 8)
 
 
@@ -169,7 +170,7 @@ def _cast_bytes(w: Workload) -> int:
 
 @cache
 def _adapter_tensors(m: ModelConfig, targets: tuple[str, ...], r: int) -> Counter[int]:
-    """Returns how many tensors of an adapter take so many bytes, each for itself."""
+    """Returns the number of an adapter's tensors by the bytes that each takes as an allocation of its own."""
     counts: Counter[int] = Counter()
     for taps, count in layers_by_taps(m).items():
         shapes = layer_tensors(m, taps).linears
@@ -590,7 +591,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if w.critic:
         chunk += 2 * of_hidden * FP32  # hidden states as the value head takes them, and their gradient
     yield inputs | kept_layers | {"loss chunk": chunk, "gradients": accumulated}
-    # The first of the layers that keep their activations, its gradients beside them.
+    # The first layer of the backward pass, which is the last one, if it keeps its activations; with its gradients.
     if b.recomputed < layers:
         live = _live_bytes_of_kept(w, memory, b.tokens)
         # Without gradients of earlier passes there are those of this layer alone.

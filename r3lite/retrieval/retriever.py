@@ -84,8 +84,8 @@ class Tolerant:
     """A retriever that returns a `Failure` in place of the documents of a query that fails.
 
     If a batch fails, its queries are tried again one by one, so that one query does not make others fail. Each reason
-    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Errors that only a bug of
-    r3lite raises, such as a KeyError, are not caught.
+    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Other errors, such
+    as a KeyError, are bugs of r3lite and are not caught.
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):

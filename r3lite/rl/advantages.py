@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+EPSILON = 1e-4  # of GRPO, as in TRL
+
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Returns the mean of x over the mask, a scalar. The mask has the shape of x; an empty one gives 0."""
@@ -49,14 +51,14 @@ def gae(
     return advantages, targets
 
 
-def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
-    """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
+def group_normalized(returns: Tensor, groups: Tensor) -> Tensor:
+    """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + EPSILON) within a group, for returns and groups [B].
 
     std is the sample standard deviation, as in TRL.
     """
 
     def advantage(r: Tensor) -> Tensor:
-        return (r - r.mean()) / (r.std() + eps)
+        return (r - r.mean()) / (r.std() + EPSILON)
 
     return _by_group(returns, groups, advantage)
 

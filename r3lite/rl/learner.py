@@ -145,10 +145,10 @@ class Learner:
         first_epoch_log_ratios: list[Tensor],
         norms: list[float],
     ) -> dict[str, float]:
-        """Returns the metrics of an update. The arguments are only this rank's.
+        """Returns the metrics of an update, of all ranks; the arguments are only this rank's.
 
-        They are means over the tokens of all ranks and optimizer steps, but `loss` and `grad_norm` over the optimizer
-        steps. For the metrics of `sampling_metrics` see there.
+        The metrics are means over the tokens of all ranks and optimizer steps, but `loss` and `grad_norm` over the
+        optimizer steps. For the metrics of `sampling_metrics` see there.
         """
         sums_by_rank = self.ranks.gather(step_sums)  # [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
@@ -242,7 +242,7 @@ class Learner:
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
         # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
         with cast_once(self.model, self.precision.dtype):
-            for rows in self.ranks.counted(self.micro_batches(batch), "learning", "passes"):
+            for rows in self.ranks.with_progress(self.micro_batches(batch), "learning", "passes"):
                 micro_batch = batch.select(rows)
                 if micro_batch.teacher[0] is None:  # then no row of the micro-batch has a teacher
                     measured = self.loss(micro_batch)

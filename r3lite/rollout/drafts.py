@@ -100,7 +100,7 @@ class Agreement:
 
     examined: list[int]  # drafted tokens that were compared with sampled ones, summed over the row's sequences
     accepted: list[int]  # drafted tokens that were equal to sampled ones
-    failed: set[int]  # ids of the sequences whose logits were not finite
+    not_finite: set[int]  # ids of the sequences whose logits were not finite
 
 
 class Drafter:
@@ -263,12 +263,12 @@ def append_sampled(
     for batch in sampling_batches(rows, drafts):
         for sequence, depth, token in zip(batch.sequences, batch.depths, sample(batch), strict=True):
             sampled[id(sequence), depth] = token
-    agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), failed=set())
+    agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), not_finite=set())
     for row, (members, draft) in enumerate(zip(rows, drafts, strict=True)):
         for sequence in members:
             for depth in range(1 + len(draft)):
                 if not append(sequence, sampled[id(sequence), depth]):
-                    agreement.failed.add(id(sequence))
+                    agreement.not_finite.add(id(sequence))
                     break
                 if depth == len(draft):
                     break

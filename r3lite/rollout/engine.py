@@ -261,7 +261,7 @@ class Engine:
         )
         if any(drafts):
             decoder.drafter.count(agreement)
-        sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.failed]
+        sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.not_finite]
         scheduler.split()  # sequences that share a row may have sampled different tokens, and drafts were rejected
         return sampled_sequences
 

@@ -86,7 +86,7 @@ def _cached_prefix(i: int, rows: Several[Row], cache: KVCache) -> tuple[int, int
         if j == i:
             continue
         common = min(common_length(rows[i][0], row[0]), cache.lengths[j])
-        available = cache.copyable(j, common)
+        available = cache.copyable(j, common)  # less where a layer carries a state, which cannot be cut anywhere
         if available > longest:
             source = j
             longest = available

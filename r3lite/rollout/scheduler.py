@@ -21,7 +21,7 @@ class Scheduler:
     cache: KVCache
     rows: list[list[Sequence]] = field(default_factory=list)  # by row of the cache; sequences of a row are equal
     active: int = 0  # number of running rows, which come first
-    # The sequence whose row was freed last. If no row is in use, that was row 0, which still holds its tokens.
+    # The sequence whose row was freed last. While no row is in use, row 0 of the cache still holds its tokens.
     last_released: Sequence | None = None
 
     @property

@@ -169,7 +169,10 @@ class Guard:
         self.beyond = {}
 
     def forget_rewards(self) -> None:
-        """Forgets all rewards, because the next round has other weights: its reward cannot be compared with them."""
+        """Forgets the highest and the recent rewards: those of the next round have other weights.
+
+        The rewards' standard deviation in the first rounds stays, as a measure of their size.
+        """
         self.recent = [numbers | {"reward": None} for numbers in self.recent]
         self.peak = None
         self.best_reward = None
@@ -213,17 +216,19 @@ class Guard:
         more than a quarter of the rewards' standard deviation in the first rounds.
         """
         limit = self.settings.guard_variance
-        variance = numbers["variance"]
+        without_variance = numbers["variance"]
         start = self._at_start("variance")
         best = self.best_reward
         reward = self._mean_of_recent("reward")
         spread = self._at_start("reward_std")
-        if None in (limit, variance, start, best, reward, spread) or start >= limit:
+        if None in (limit, without_variance, start, best, reward, spread) or start >= limit:
             return {}
         message = None
         is_low = reward < best - spread / 4
-        if variance >= limit and is_low:
-            message = f"{variance:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
+        if without_variance >= limit and is_low:
+            message = (
+                f"{without_variance:.0%} of the groups have equal rewards, at a mean of {reward:.3f} (best {best:.3f})"
+            )
         return {"guard_variance": message}
 
     def _hacking(self) -> dict[str, str | None]:
@@ -279,7 +284,10 @@ class Guard:
         return {"guard_f1_drop": message}
 
     def _required_errors(self, tries: int) -> float:
-        """Returns the number of standard errors that a drop from the best of `tries` validations must exceed."""
+        """Returns the number of standard errors that a drop from the best of `tries` must exceed.
+
+        Tries are validations, or stretches of rounds.
+        """
         return SURE + math.sqrt(math.log(tries))
 
     def _take_peaks(self) -> None:
@@ -290,11 +298,11 @@ class Guard:
         reward = self._mean_of_recent("reward")
         if reward is None:
             return
-        if self.best_reward is None or reward > self.best_reward:  # a number alone: equal ones are the same
+        if self.best_reward is None or reward > self.best_reward:
             self.best_reward = reward
         if f1 is None:
             return
-        # Of equal ones the newest rounds: the reward is compared with theirs.
+        # At equal F1 the newest rounds, because the reward is compared with theirs.
         if self.peak is None or f1 >= _mean(self.peak, "f1"):
             self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
 
