@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from r3lite import collect, evaluate, plan, ppo, sft
-from r3lite.assembly import rl_setup
+from r3lite.assembly import answering, rl_setup
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.memory.plan import UNKNOWN, announce
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.settings import ModelSettings, PpoConfig, RLSettings
+from r3lite.settings import EvaluateConfig, ModelSettings, PpoConfig, RLSettings
 from tests.commands import NEEDED
 from tests.errors import shows
 
@@ -200,6 +200,10 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         # A bound of less than half an hour is not told: the first round is over before it is of use.
         assert ("\ntime: at most about " in told) == warned
         assert ("--num-generations" in told) == warned
+        # Nor is one for answers, which show soon how long they take; those of a server do not come all at once.
+        config = EvaluateConfig(model=ModelSettings(model="tiny", device="cpu", dtype="fp32"))
+        announce(answering.plan_memory(config, 100_000))
+        assert "\ntime:" not in capsys.readouterr().err
 
 
 def test_flags_of_the_other_algorithm_are_refused(capsys):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from r3lite.assembly.policy import warn_of_short_sft
 from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_no_reward, warn_of_start
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
@@ -45,8 +46,9 @@ def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
         write_jsonl(tmp_path / "metrics.jsonl", [{"step": steps, "epoch": 1.0}])
         said = told(capsys, NONE, NONE, adapter=str(tmp_path))
         assert f"Malformed: {expected}" in said or f"Malformed: train {tmp_path} for longer in SFT, {expected}" in said
-        warn_of_start(str(tmp_path))
-        assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
+        for warn in (warn_of_start, warn_of_short_sft):
+            warn(str(tmp_path))
+            assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):

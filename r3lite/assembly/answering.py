@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from r3lite.assembly.policy import load_policy, warn_of_other_format
+from r3lite.assembly.policy import load_policy, warn_of_other_format, warn_of_short_sft
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Retrieve
 from r3lite.exporting.files import is_trained_export
@@ -46,6 +46,7 @@ def build_engine(
     protocol = build_protocol(config.protocol, opening)
     if not opening.plain:
         warn_of_other_format(config.model.adapter, config)
+        warn_of_short_sft(result_of_run(config.model.model, config.model.adapter))
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layout = Layout(

@@ -415,6 +415,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
     fingerprint = weights.fingerprint(folder)
     for name, adapter in folders.items():
         policy.warn_of_other_format(adapter, config)
+        policy.warn_of_short_sft(adapter)
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
             lora.load_adapter(

@@ -305,6 +305,14 @@ def remedy_of_format(model: ModelSettings) -> str:
     return f"train {trained} for longer in SFT, or pass the --format and prompts that it was trained with"
 
 
+def warn_of_short_sft(trained: str | None) -> None:
+    """Warns if the SFT of a run folder was so short that its model may hardly know the step format."""
+    length = sft_length(trained) if trained is not None else None
+    if length is not None and length.is_short:
+        message = f"{trained} had only {length.steps} steps of SFT: it may hardly know the step format"
+        print(f"warning: {message}", file=sys.stderr)
+
+
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
     the settings of a command have, as far as its run folder says. Raises R3LiteError for another --format."""

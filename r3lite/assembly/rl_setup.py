@@ -16,7 +16,14 @@ from tqdm import tqdm
 
 from r3lite.assembly import teacher
 from r3lite.assembly.inputs import fingerprints_of_rl
-from r3lite.assembly.policy import Policy, Training, load_policy, remedy_of_format, warn_of_other_format
+from r3lite.assembly.policy import (
+    Policy,
+    Training,
+    load_policy,
+    remedy_of_format,
+    warn_of_other_format,
+    warn_of_short_sft,
+)
 from r3lite.core.episode import Question
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.core.token_record import TokenRecord
@@ -222,14 +229,11 @@ def warn_of_start(adapter: str | None) -> None:
         print(f"warning: {message}", file=sys.stderr)
         return
     length = sft_length(adapter)
-    if length is None:
-        return
-    if length.epochs < 1:
+    if length is not None and length.epochs < 1:
         message = f"{adapter} had only {length.epochs:.2f} epochs of SFT: with less than 1, RL tends to collapse"
         print(f"warning: {message}", file=sys.stderr)
-    elif length.is_short:
-        message = f"{adapter} had only {length.steps} steps of SFT: it may hardly know the step format"
-        print(f"warning: {message}", file=sys.stderr)
+        return
+    warn_of_short_sft(adapter)
 
 
 def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:

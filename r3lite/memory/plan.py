@@ -221,10 +221,13 @@ def enforce(plan: Plan, device: torch.device) -> None:
 def announce(plan: Plan) -> None:
     """Prints the plan in one or two lines, and a warning if a step takes more than a day.
 
-    A bound on the time is left out where a run soon knows better: its first step says how long the others take.
+    A bound on the time is left out where it says little: a server's answers are not sampled all at once, an evaluation
+    shows soon how long it takes, and so does a run whose steps are short.
     """
     print(plan.line(), file=sys.stderr)
-    if not (plan.duration and plan.duration.is_upper_bound and plan.duration.seconds < HALF_AN_HOUR):
+    duration = plan.duration
+    is_loose = duration is not None and duration.is_upper_bound
+    if not (is_loose and (duration.seconds < HALF_AN_HOUR or not plan.workload.trains)):
         print(plan.time_line(), file=sys.stderr)
     if plan.duration and plan.duration.seconds > A_DAY:
         message = f"{plan.duration.unit} is predicted to take about {in_words(plan.duration.seconds)}"
