@@ -36,7 +36,7 @@ def plan(config: PpoConfig) -> str:
     validation = config.validation
     if validation.eval_data:
         text += f"\n\nValidation on up to {validation.eval_questions} questions of {validation.eval_data}, before the "
-        text += f"first round, every {validation.eval_every} and after the last"
+        text += f"first round, every {validation.eval_every} rounds and after the last"
     if config.remote.rollout_server:
         from r3lite.assembly import remote_rollouts
 

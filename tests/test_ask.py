@@ -300,3 +300,6 @@ def test_the_nodes_of_a_plan_are_shown_with_their_sources(failure, said):
     lines = ["Where was Ann born? (News):", "  [1] Oslo: A city.", "Her film? (General):", said]
     assert asking.evidence(sequence) == "".join(f"{line}\n" for line in lines)
     assert asking.evidence(SimpleNamespace(steps=[Step("I know.", answer="x")], failure=None)) == ""
+    # The failure may be that of an earlier step.
+    later = SimpleNamespace(steps=[Step.asking("a", "Where?", [found])], failure="gone")
+    assert asking.evidence(later) == "  [1] Oslo: A city.\n"

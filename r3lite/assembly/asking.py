@@ -87,8 +87,8 @@ def record(episode: Episode, trace: str) -> dict:
 def evidence(sequence: Sequence) -> str:
     """Returns what the queries of the last step retrieved, in indented lines; empty if the step has none.
 
-    The queries of a plan's nodes stand before their documents: answers of other nodes were filled in, and each was
-    asked at its kind of source.
+    A search with a `kind` is a node of a plan. Its query stands before its documents, because answers of other nodes
+    may have been filled in.
     """
     step = sequence.steps[-1]
     lines = []
@@ -98,7 +98,8 @@ def evidence(sequence: Sequence) -> str:
         lines += [summary(document) for document in search.documents]
         if not search.documents and not sequence.failure:
             lines.append("  (nothing was found)")
-    if step.searches and sequence.failure:
+    has_empty_search = any(not search.documents for search in step.searches)
+    if has_empty_search and sequence.failure:
         lines.append(printable(f"  no documents: the retriever failed: {sequence.failure}"))
     return "".join(f"{line}\n" for line in lines)
 

@@ -254,7 +254,7 @@ class RoundSampler:
     def run_stages(self, number: int, watch: Stopwatch) -> Round:
         """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
-        # One question for each episode: each question stands num_generations times in a row.
+        # batch_size questions, each num_generations times in a row: one for each episode.
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:

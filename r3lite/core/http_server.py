@@ -24,7 +24,7 @@ from r3lite.core.listening import CONNECTION_LIMITS, ConnectionLimits, host_of, 
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 LONGEST_ERROR = 200  # characters of a refusal that may quote the request
-PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
+PATIENCE = 10.0  # seconds that the end of the server waits for answers under way, and then for one that computes
 
 
 class UnknownPath(Exception):
@@ -96,13 +96,13 @@ class HttpService(Protocol):
 
     largest: int  # bytes of a request
     token: str | None  # which every request but GET /health then carries as `Authorization: Bearer ...`
-    raw: tuple[str, ...]  # what the paths begin with whose requests are bytes
+    raw: tuple[str, ...]  # prefixes of paths; a request to such a path is bytes, to others JSON
     one_at_a_time: threading.Lock  # held by an answer while it computes
 
     def answer(self, path: str, request: Record | bytes | None, peer: Peer) -> dict:
-        """Returns the reply to a request of `peer`, None for GET.
+        """Returns the reply to a request of `peer`; the `request` of a GET is None.
 
-        Raises Disconnected if the peer has left, InvalidRecord if it is wrong, UnknownPath, R3LiteError if it
+        Raises Disconnected if the peer has left, InvalidRecord if the request is wrong, UnknownPath, R3LiteError if it
         cannot be answered, and OSError or RuntimeError if the service fails. Others are errors of ours.
         """
         ...
@@ -265,9 +265,12 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
-        """Ends after the answers under way. None begins then: a thread that computes while Python ends aborts it."""
+        """Ends after the answers under way, and lets no further answer compute.
+
+        Python aborts if it ends while a thread computes.
+        """
         super().server_close()
         end = time.monotonic() + PATIENCE
         while self._answering and time.monotonic() < end:
             time.sleep(0.05)
-        self.service.one_at_a_time.acquire(timeout=PATIENCE)
+        self.service.one_at_a_time.acquire(timeout=PATIENCE)  # never released

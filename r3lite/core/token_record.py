@@ -15,7 +15,8 @@ class TokenRecord:
     # [N] log-probabilities of the actions when they were sampled. Empty: they were not sampled. All 0: a teacher wrote
     # them.
     logprobs: list[float] = field(default_factory=list)
-    # [N] values of the states before the actions; all 0 without a critic, and empty or all 0 where `logprobs` are
+    # [N] values of the states before the actions. Empty: as `logprobs`. All 0: there is no critic, or a teacher wrote
+    # the tokens.
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

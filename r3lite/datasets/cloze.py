@@ -4,9 +4,9 @@
     two            What is (2)? "Silent Harbour is a novel by (1)." (1): "She was born in (2)."
 
 Two documents are linked by a title that a sentence of the other one mentions. The title of a document stands before a
-sentence that does not name it. They are rows of HotpotQA's format: the paragraphs, and the sentences that state the
-answer, so that `collect --source gold` demonstrates them. They are not beautiful, but each has one answer: what fills a
-gap occurs once in its document, and no other text fills the same gap.
+sentence that does not name it. The questions are rows of HotpotQA's format, with the paragraphs and the sentences that
+state the answer, so that `collect --source gold` demonstrates them. They are not beautiful. What fills a gap occurs
+once among the sentences that are used of its document, and no other text fills the same gap.
 
 Names are words with capitals: in scripts without them only dates and numbers are asked for.
 """
@@ -50,7 +50,7 @@ MARKS = ("(1)", "(2)")
 
 @dataclass(frozen=True)
 class Statement:
-    """A sentence of a document, `number` of the sentences of its passage from 0."""
+    """A sentence of a document; `number` is its index among the sentences of its passage."""
 
     passage: Document
     number: int
@@ -161,8 +161,10 @@ def _name_of_run(run: list[re.Match]) -> Iterator[tuple[int, int]]:
         words.pop(0)
     if not 0 < len(words) <= LONGEST_NAME:
         return
-    is_month = DATE.search(f"1 {words[0][0]}") is not None
-    if not is_month and len(words[0][0]) + len(words) > 2:
+    first_word = words[0][0]
+    is_month = DATE.search(f"1 {first_word}") is not None
+    is_letter = len(words) == 1 and len(first_word) == 1
+    if not is_month and not is_letter:
         yield words[0].start(), words[-1].end()
 
 
@@ -234,7 +236,10 @@ class ClozeMaker:
         return list(by_text.values())
 
     def _facts(self) -> dict[Statement, list[ClozeGap]]:
-        """Returns the gaps of each statement that only one text fills, which occurs once in its document."""
+        """Returns the gaps of each statement.
+
+        A gap is one that only one text fills. That text occurs once in the statements of its document.
+        """
         candidates = []
         for of_title in self.statements.values():
             text = "\n".join(of_title).casefold()
@@ -276,12 +281,12 @@ class ClozeMaker:
         unique = set(unambiguous([gap for gap, _ in links]))
         return [(gap, title) for gap, title in links if gap in unique]
 
-    def _names_in(self, statement: Statement, by_first_word: dict[str, list[str]]) -> set[str]:
-        """Returns the names that a statement mentions, without those that are a part of a longer one."""
-        mentioned = set()
+    def _names_in(self, statement: Statement, by_first_word: dict[str, list[str]]) -> list[str]:
+        """Returns the names that a statement mentions, in its order, without those that are a part of a longer one."""
+        mentioned = []
         for word in dict.fromkeys(WORD.findall(statement.text)):
-            mentioned |= {name for name in by_first_word.get(word, ()) if mentions(statement.text, name)}
-        return {name for name in mentioned if not any(name != longer and name in longer for longer in mentioned)}
+            mentioned += [name for name in by_first_word.get(word, ()) if mentions(statement.text, name)]
+        return [name for name in mentioned if not any(name != longer and name in longer for longer in mentioned)]
 
     def _simple(self, gap: ClozeGap) -> ClozeQuestion | None:
         """Returns the question of a gap; None if it tells its answer."""
@@ -316,7 +321,7 @@ class ClozeMaker:
 
 
 def unambiguous(gaps: Sequence[ClozeGap]) -> list[ClozeGap]:
-    """Returns the gaps that no other text fills: of which all that is said is said of nothing else."""
+    """Returns the gaps whose context stands among the gaps with one answer only."""
     answers: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for gap in gaps:
         answers[gap.context].add(folded(gap.answer))
@@ -356,9 +361,10 @@ def make_questions(passages: Iterable[Document], seed: int, limit: int | None) -
 def split(
     questions: Sequence[ClozeQuestion], share: float, seed: int
 ) -> tuple[list[ClozeQuestion], list[ClozeQuestion]]:
-    """Returns the questions to train on and those to test on: those whose answers are in a `share` of the documents.
+    """Returns the questions to train on, and the questions to test on.
 
-    So no answer that is tested was trained on. If there is a share and more than one document, both have questions.
+    The latter are those whose answers are in a `share` of the documents, in which no question to train on has its
+    answer. If there is a share and more than one document, both lists have questions.
     """
     titles = list(dict.fromkeys(folded(question.statements[-1].passage.title) for question in questions))
     random.Random(f"{seed}/test").shuffle(titles)

@@ -245,8 +245,9 @@ def compared(question: Question) -> str | None:
     decides: `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` It is None
     for a comparison of another kind.
     """
-    all_hops = set(range(len(question.hops)))
-    last_hops = sorted(all_hops.difference(*map(used, question.hops)))  # those whose answers no other hop uses
+    all_hops = range(len(question.hops))
+    used_hops = {earlier for hop in all_hops for earlier in used(question, hop)}
+    last_hops = [hop for hop in all_hops if hop not in used_hops]
     if "comparison" not in question.type or len(last_hops) != 2:
         return None
     answer = normalize(question.answers[0])

@@ -132,8 +132,8 @@ class Layout:
         last turn (`Transcript.is_last_turn`) it is finished.
         """
         text = self.turn_text.read(transcript)
-        # By the stop token, or with a text that is whole by the protocol's rule, such as at a stop string. Else a limit
-        # cut the turn off.
+        # The model ended the turn by the stop token, or with a text that is whole by the protocol's rule, such as at a
+        # stop string. Otherwise a limit cut the turn off.
         ended_by_model = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
         if transcript.forced_step is not None:
             self._close_answer(transcript, text, ended_by_model)
@@ -287,14 +287,15 @@ class Layout:
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
         tokens = [*transcript.tokens, *request]
-        # A thought may be open where the answer is to be written. With a request, the answer gets a new message, which
-        # begins behind it: the template may have opened a thought at the end of the request (`Thoughts.end` looks at
-        # the tokens just before the turn). Without one, the model may have opened a thought in the current turn; a
-        # format with <think> ends that in its heading (`Protocol.heading_after_cut_off`).
+        # A thought may be open where the answer is to be written.
         closing_text = ""
         if request:
+            # The answer begins a new message behind the request, at whose end the template may have opened a thought.
+            # `Thoughts.end` looks for that in the tokens before the message.
             closing_text = self._thoughts.end(tokens, turn_start=len(tokens))
         elif not self._thoughts.in_format:
+            # The answer continues the current turn, in which the model may have opened a thought. A format with
+            # <think> ends it in its heading: see `Protocol.heading_after_cut_off`.
             closing_text = self._thoughts.end(tokens, turn_start=transcript.turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:

@@ -21,7 +21,7 @@ ANSWERS = "Answers by outcome"  # heading of a section
 class Report:
     """The content of a page: runs, files of data, and how evaluations differ.
 
-    `differences` has, by the name of an evaluation, the name of the first one of the same questions, and what
+    `differences` has, by the name of an evaluation, the name of the first evaluation on the same questions, and what
     evaluation.comparisons.compare tells of the two.
     """
 
@@ -123,7 +123,7 @@ def _episodes(runs: Sequence[Run]) -> dict[str, dict[str, list[dict]]]:
     """Returns the episodes of each run's first and newest round, by section and round."""
     by_section = {}
     for run in runs:
-        rounds = zip(("first round", "latest round"), run.episodes.values())
+        rounds = zip(("first round", "latest round"), run.episodes.values())  # a run holds no others
         episodes = {round_name: list(map(_episode, lines)) for round_name, lines in rounds}
         if episodes:
             section = "Episodes" if len(runs) == 1 else f"Episodes of {run.name}"
@@ -134,7 +134,7 @@ def _episodes(runs: Sequence[Run]) -> dict[str, dict[str, list[dict]]]:
 def _settings(runs: Sequence[Run]) -> list[list[str]]:
     """Returns all settings of one run, of several those that differ; the first row is the head.
 
-    There are no rows without settings.
+    The list is empty if there are none to show.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     if not names:
@@ -144,7 +144,7 @@ def _settings(runs: Sequence[Run]) -> list[list[str]]:
         values = [str(run.settings.get(name, "-")) for run in runs]
         if len(runs) == 1 or len(set(values)) > 1:
             rows.append([name, *values])
-    return rows
+    return rows if len(rows) > 1 else []
 
 
 def _episode(line: Record, prefix: str = "") -> dict:

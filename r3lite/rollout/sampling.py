@@ -1,7 +1,8 @@
 """From logits to tokens by inverse transform sampling: one uniform number per token.
 
 A sequence's tokens depend on its logits and its own stream of uniforms only, never on the rest of the batch. The
-recorded log-probability is that of the temperature-scaled, untruncated distribution, which the trainer recomputes.
+recorded log-probability is that of the untruncated distribution, scaled by the temperature (1 if greedy), which the
+trainer recomputes.
 """
 
 import math

@@ -33,7 +33,8 @@ class Listener:
 class Sequence(Transcript):
     """A transcript whose actions are sampled.
 
-    `logprobs` are those of the temperature-scaled, untruncated distribution; `values` are 0 without a critic.
+    `logprobs` are those of the untruncated distribution, scaled by the temperature (1 if greedy). `values` are 0
+    without a critic.
     """
 
     stream: Uniforms = field(kw_only=True)  # draws one number per sampled token; each sequence has its own

@@ -7,7 +7,7 @@ import pytest
 
 from r3lite import collect
 from r3lite.core.answer_match import stands_in
-from r3lite.core.episode import Document
+from r3lite.core.episode import Document, folded
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.datasets.cloze import ClozeMaker, make_questions, names, sentences, spans, split
@@ -62,6 +62,15 @@ def test_questions_of_one_document_and_of_two_that_a_title_links():
     }
     assert len(linked) == 1 and linked.items() <= born.items()
     assert texts['What is (1)? Silent Harbour: "It has (1) pages of prose."'] == "412"
+
+
+def test_titles_are_linked_in_the_order_of_the_sentence():
+    """It was that of a set of texts, which another process has in another order: a seed gave other questions there."""
+    towns = ["Ljungby", "Malmö", "Växjö", "Kalmar", "Ystad", "Lund"]
+    documents = [Document(town, town, f"{town} is a small town.") for town in towns]
+    road = Document("r", "Road", f"The old road leads from {', '.join(towns[:-1])} to {towns[-1]}.")
+    linked = [title for gap, title in ClozeMaker([*documents, road]).links if gap.statement.passage.id == "r"]
+    assert linked == [folded(town) for town in towns]
 
 
 def test_each_gap_has_one_answer():

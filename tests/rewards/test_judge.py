@@ -1,8 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, CUT_OFF, SEARCHING, Document, Episode, Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import Spans
 from r3lite.llm.cache import digest
@@ -151,6 +152,9 @@ def test_what_says_nothing_costs_no_call(gemini, judge):
         Verdict(False, (StepVerdict(0.0, 0.0),)),
         Verdict(False, ()),
     ]
+    # Their rewards are missing, whatever a judge says.
+    ended = [episode(finish=SEARCHING), replace(episode(), failure="the disk is gone")]
+    assert None not in judge().verdicts(ended)
     assert gemini.requests == []
 
 

@@ -195,7 +195,7 @@ class Algorithm:
     def adapt_kl(self, kl: float | None) -> dict[str, float]:
         """Adapts beta to the mean KL of a round; returns the beta of that round as a metric, nothing without a target.
 
-        `kl` is None if no token of the round has a reference: then beta stays.
+        `kl` is None if it was measured at no token of the round: then beta stays.
         """
         beta = self.kl_weight
         if kl is not None:
