@@ -216,7 +216,7 @@ def _named(entry: RewardEntry) -> NamedReward:
             )
         _check_kind(f"{key} of the reward {name}", value, settable[key])
     for key, default in settable.items():
-        if default is inspect.Parameter.empty and key not in entry:
+        if default is inspect.Parameter.empty and key not in parameters:
             raise UsageError(f"the reward {name} needs the parameter {key}", code="reward-parameter-missing")
     return NamedReward(
         name,

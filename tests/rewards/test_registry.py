@@ -168,6 +168,10 @@ def test_a_users_own_functions(own):
     assert score(EPISODE, settings("own_rewards:sometimes"), Verdict(True, (StepVerdict(0, 0),) * 3)) is None
     with raises(UsageError, "reward-parameter-missing", "own_rewards:each", "bonus"):
         named_rewards(settings("own_rewards:each"))
+    # The name and the weight are the entry's own, and are not handed to the function.
+    own("def weighed(episode, weight):\n    return weight\n", "weighed_rewards")
+    with raises(UsageError, "reward-parameter-missing", "weighed_rewards:weighed", "weight"):
+        named_rewards(settings("weighed_rewards:weighed"))
 
 
 def test_a_module_in_a_package_of_the_current_folder(own, tmp_path):

@@ -14,7 +14,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents import BINARY, READERS
 from r3lite.retrieval.documents.chunks import chunks, count_tokens
 from r3lite.retrieval.documents.section import Unreadable, without_soft_hyphens
-from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTORS
+from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTOR_FILES
 from r3lite.settings import DocumentSettings
 
 LONGEST_TITLE = 200  # characters; a longer one is cut to its last ones, which are of the innermost heading
@@ -92,7 +92,7 @@ def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
 
     for place, folders, files in os.walk(root, onerror=unreadable):
         here = Path(place)
-        if here != root and {VECTORS, MANIFEST} <= set(files):
+        if here != root and MANIFEST in files and any(map(VECTOR_FILES.fullmatch, files)):
             skipped.append((_name(here, root), "an index of r3lite", ""))
             folders.clear()
             continue

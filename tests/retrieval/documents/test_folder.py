@@ -84,9 +84,10 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
     (docs / ".git" / "x.txt").write_text("x", encoding="utf-8")
     (docs / "link.txt").symlink_to(outside)
     (docs / "loop").symlink_to(docs)
-    (docs / "old").mkdir()
-    for name in (index.VECTORS, index.MANIFEST):
-        (docs / "old" / name).write_text("{}", encoding="utf-8")
+    for place, vectors in (("old", index.VECTORS), ("grown", "index-2.faiss")):  # the second after `index --add`
+        (docs / place).mkdir()
+        for name in (vectors, index.MANIFEST):
+            (docs / place / name).write_text("{}", encoding="utf-8")
     os.mkfifo(docs / "pipe.txt")
     with open(docs / "large.txt", "wb") as file:
         file.truncate(200 << 20)
@@ -113,6 +114,7 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
         "link.txt": "a link",
         "loop/": "a link",
         "old": "an index of r3lite",
+        "grown": "an index of r3lite",
         "pipe.txt": "that are pipes or devices",
         "large.txt": "larger than 32 MiB",
     }
@@ -120,7 +122,7 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
     assert not any("Secret" in d.text for d in found.documents)
     told = found.summary().splitlines()
     assert told[0] == "documents   3 (0 duplicate passages)"
-    assert told[1] == "skipped     16, listed in skipped.jsonl of the index"
+    assert told[1] == "skipped     17, listed in skipped.jsonl of the index"
     assert "  2 of an unsupported type: none, picture.png" in told
 
 
