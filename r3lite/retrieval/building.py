@@ -1,8 +1,9 @@
 """The work of the command index: builds an index folder of a corpus that need not fit into memory, changes one, or
 fills a collection of a server. A build goes on after a kill.
 
-The work is in `.<name>.build` beside the folder: the passages are written there, then their vectors, a block at a time;
-of these the index is made, and the work folder takes the folder's place. A block on the disk is not encoded again.
+A build works in the folder `.<name>.build` beside the index folder. It writes the passages there, then their vectors, a
+block at a time, and makes the index from these vectors. Then the work folder takes the place of the index folder. A
+block of vectors that is already on the disk is not encoded again.
 """
 
 import contextlib
@@ -28,14 +29,14 @@ from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 
 WAITING = "vectors.bin"  # vectors that wait for their index
-PLAN = "build.json"  # of which passages and encoder these vectors are
+PLAN = "build.json"  # names the passages and the encoder that these vectors belong to
 
 
 @dataclass(frozen=True)
 class Gathered:
     """The passages of an index that is being built."""
 
-    folder: Path  # that the index will be
+    folder: Path  # where the index will be
     work: Path
     passages: Passages
     fingerprint: str
@@ -139,7 +140,7 @@ def encode(build: Gathered, encoder: Encoder, kind: str) -> int:
 
 
 def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
-    """Cuts the vectors of an earlier start of the same build off behind their last complete block; returns how many
+    """Cuts the vectors that an earlier start of this build left to whole blocks, unless all are there; returns how many
     remain."""
     plan = {"fingerprint": build.fingerprint, "numbers": waiting.type.name} | encoder.settings
     path = build.work / PLAN
@@ -280,7 +281,7 @@ def passages_of(
 
 def device_of(settings: IndexSettings) -> str:
     """Returns the name of the encoder's device."""
-    # Hashing has no use for a device, and a run without a card should not be warned of it.
+    # Hashing has no use for a device, so `resolve_device` must not warn of an unused card.
     if settings.encoder == HASHING:
         return "cpu"
     return str(resolve_device(settings.device))

@@ -1,5 +1,5 @@
-"""Reads the files of a BERT's folder: how an encoder makes vectors of its last hidden states, as sentence-transformers
-has it, and the tokenizer; and makes batches of tokenized texts. Encoders and rerankers share it.
+"""Reads the files of a BERT's folder: the tokenizer, and sentence-transformers' description of how vectors are made of
+the last hidden states. Makes batches of tokenized texts. Encoders and rerankers share this module.
 
 The network is in `models/bert.py`.
 """
@@ -28,14 +28,16 @@ TEXT_FORM = "NFKC"  # of Unicode
 SHORTEST = 3  # tokens of a text: [CLS], a word and [SEP]
 LONGEST = 512  # tokens of a text at the most
 REMEDY = "Copy the model's files from their source."
-MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
-POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it computes, by their names there
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers: those that BertEncoder computes
+# The poolings that BertEncoder computes, by their names in sentence-transformers.
+POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
-# The names of prompts, of which the first that is there is taken, as `encode_query` and `encode_document` do.
+# Names of prompts. The first one that the folder has is taken, as by `encode_query` and `encode_document`.
 QUERY = ("query",)
 PASSAGE = ("document", "passage", "corpus")
-# Keys of a module's files that change nothing if they have one of these values, or are used here (an empty list). Any
-# other key is left to sentence-transformers.
+# The known keys of each module's file. A key with a list of values changes nothing if it has one of them; a key with an
+# empty list is used here, or changes nothing whatever its value. An encoder with any other key is left to
+# sentence-transformers; a reranker with one is refused.
 STATES = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 MODULE_KEYS: dict[str, dict[str, list]] = {
@@ -57,7 +59,7 @@ MODULE_KEYS: dict[str, dict[str, list]] = {
 }  # fmt: skip
 ENCODER = "SentenceTransformer"  # `model_type` of config_sentence_transformers.json
 CROSS_ENCODER = "CrossEncoder"
-OF_BOTH = ("model_type", "__version__", "prompts", "default_prompt_name")  # its keys
+OF_BOTH = ("model_type", "__version__", "prompts", "default_prompt_name")  # keys of that file for both kinds
 MODEL_KEYS = {
     ENCODER: (*OF_BOTH, "similarity_fn_name", "truncate_dim"),
     CROSS_ENCODER: (*OF_BOTH, "activation_fn", "keep_in_fp32_modules"),
@@ -84,13 +86,15 @@ class Conventions:
     max_length: int
     lower: bool
     dimension: int | None  # to which vectors are cut; None: all
-    is_normalized: bool  # if the folder's modules make vectors of length 1, before they are cut
-    is_dot: bool  # if vectors are compared as they are, and not by their cosine
+    is_normalized: bool  # True if the folder's modules make vectors of length 1, before they are cut
+    is_dot: bool  # True if vectors are compared by their dot product, and not by their cosine
     unsupported: str | None  # why BertEncoder does not compute these vectors; None if it does
 
     def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
-        """Returns the style and its prefixes; of auto own if the folder names prompts, else e5 if the encoder's name
-        says so."""
+        """Returns the style and its prefixes.
+
+        Style auto is own if the folder names prompts, else the style that fits the encoder's name.
+        """
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
         if style == OWN and self.prefixes is None:
@@ -120,8 +124,8 @@ def passage_text(document: Document) -> str:
 def composed(text: str) -> str:
     """Returns a text in Unicode's form NFKC, in which equal words have equal characters.
 
-    An accent may be a part of its letter or follow it, and there are ligatures and full-width forms. It is for code
-    that compares words.
+    An accent may be a part of its letter or follow it, and there are ligatures and full-width forms. Code that compares
+    words calls this function.
     """
     return unicodedata.normalize(TEXT_FORM, text)
 
@@ -160,7 +164,8 @@ def read_conventions(name: str) -> Conventions:
         lower=transformer.flag("do_lower_case", False),
         dimension=dimension,
         is_normalized=is_normalized,
-        is_dot=similarity == "dot" and not (is_normalized and dimension is None),  # else it is the cosine
+        # The dot product of vectors of length 1 that are not cut is their cosine.
+        is_dot=similarity == "dot" and not (is_normalized and dimension is None),
         unsupported=reasons[0] if reasons else None,
     )
 
@@ -222,8 +227,11 @@ def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _pooling(config: Record) -> str:
-    """Returns the pooling of tokens: a name, or in older files a flag for each kind, of which all that are set
-    count."""
+    """Returns the name of the pooling of tokens.
+
+    Older files have a flag for each kind instead: the names of all flags that are set are joined by "and". Mean is set
+    unless its flag is false.
+    """
     if "pooling_mode" in config:
         return config.text("pooling_mode")
     flags = [key for key in config.values if key.startswith("pooling_mode_")]
@@ -237,7 +245,7 @@ def _pooling(config: Record) -> str:
 def _prefixes(config: Record) -> tuple[str, str] | None:
     """Returns the prompts of queries and passages; None if there is none.
 
-    Without one of its own, each gets the default one, if there is any.
+    Queries, or passages, without a prompt of their own get the default prompt, if there is one.
     """
     if "prompts" not in config:
         return None
@@ -277,8 +285,8 @@ def optional(path: Path) -> Record:
 def longest(folder: Path) -> int:
     """Returns the most tokens of a text, up to LONGEST.
 
-    sentence-transformers wrote it into sentence_bert_config.json, and since 5.4 writes it as the limit of the
-    tokenizer.
+    sentence-transformers before 5.4 writes this number into sentence_bert_config.json; since 5.4, it writes the number
+    as the limit of the tokenizer.
     """
     config = optional(folder / "sentence_bert_config.json")
     if "max_seq_length" in config:
@@ -291,7 +299,7 @@ def longest(folder: Path) -> int:
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
     """Returns the tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] (or <s> and </s>) among them.
 
-    Of a pair of texts it cuts the longer one. Raises R3LiteError if an id has none of the `rows` of the embedding.
+    Of a pair of texts it cuts the longer one. Raises R3LiteError if a token id is beyond the `rows` of the embedding.
     """
     definition = read_record(path, REMEDY)
     with library_errors(path):
@@ -315,7 +323,7 @@ def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
 class TextBatch:
     """Texts, or pairs of texts, of like length, padded on the right."""
 
-    rows: list[int]  # which texts they are
+    rows: list[int]  # indices of the texts
     tokens: Tensor  # [B, T]
     real: Tensor  # [B, T], False at padding
     segments: Tensor  # [B, T], 1 at the second text of a pair

@@ -1,9 +1,10 @@
 """Corpora: passages read from JSON lines, gathered from the paragraphs that come with questions, or kept in an index
 folder, and read from the disk there when they are asked for.
 
-Owns the spellings of a passage's fields, the fingerprint of a corpus, and of an index folder `passages.jsonl` and
-`ends.bin`, which says where each line ends (int64, little-endian). A passage's place is the number of its line; a
-deleted passage keeps its place, so that no other one moves. Knows nothing of encoders and vectors.
+Owns the spellings of a passage's fields, the fingerprint of a corpus, and two files of an index folder:
+`passages.jsonl`, and `ends.bin`, which says where each of its lines ends (int64, little-endian). A passage's place is
+the number of its line; a deleted passage keeps its place, so that no other one moves. Knows nothing of encoders and
+vectors.
 """
 
 import copy
@@ -39,11 +40,11 @@ def read_corpus(path: str | Path, skip_bad_rows: bool = False) -> list[Document]
 def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> Iterator[Document]:
     """Yields the passages of JSONL files, in their order.
 
-    Besides one passage, all ids are in memory, as none may come twice.
+    One passage at a time is in memory, and all ids, since no id may occur twice.
 
     A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
-    number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
-    is the title, and `metadata`.
+    number is printed. The fields are `id`, `title`, `text` and `metadata`. BEIR's `_id` may stand for `id`, and
+    Pyserini's `contents` for `text`: its first line is the title if there is no other title and more text follows.
     """
     ids: set[str] = set()
     for path in paths:
@@ -103,7 +104,7 @@ def from_questions(questions: Iterable[Question]) -> list[Document]:
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """Returns a hash of ids, titles, texts and metadata in their order: two corpora with the same one are the same."""
+    """Returns a hash of ids, titles, texts and metadata in their order: two corpora with the same hash are the same."""
     digest = hashlib.sha256()
     for document in tqdm(documents, desc="checking passages", unit="", **BRIEF):
         fields = [document.id, document.title, document.text, *document.metadata]
@@ -118,7 +119,7 @@ class Passages(Sequence[Document]):
         """Takes the first `places` lines without those in `deleted` (sorted); all lines if `places` is None."""
         self.path = folder / PASSAGES
         self.remedy = remedy
-        check_regular(self.path, remedy)  # it would wait for a pipe for ever
+        check_regular(self.path, remedy)  # to open a pipe would wait for ever
         self.ends = _ends(folder, places, remedy)
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
@@ -127,6 +128,7 @@ class Passages(Sequence[Document]):
         if self.size:
             with open(self.path, "rb") as file:
                 self._text = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
+        # The places of the passages that are not deleted.
         self.live: Sequence[int] = range(len(self.ends))
         if len(deleted):
             self.live = np.delete(np.arange(len(self.ends)), deleted)
@@ -161,7 +163,7 @@ class Passages(Sequence[Document]):
 
 
 def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
-    """Returns where the lines end [places]; of an older index, which has no such file, by reading all of them."""
+    """Returns where the lines end [places]. An older index has no `ends.bin`: all its lines are read."""
     path = folder / ENDS
     if path.exists():
         check_regular(path, remedy)
@@ -188,7 +190,7 @@ def write_passages(folder: Path, documents: Iterable[Document], start: int = 0) 
     ends = _ends(folder, start, "") if start else np.empty(0, np.int64)
     size = int(ends[-1]) if start else 0
     with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as marks:
-        if not marks.tell() and start:  # an older index, which has none
+        if not marks.tell() and start:  # an older index has no ends.bin
             marks.write(ends.astype("<i8").tobytes())
         texts.truncate(size)
         marks.truncate(8 * start)

@@ -52,9 +52,9 @@ class Encoder(Protocol):
 class HashingEncoder:
     """TF-IDF over words, projected to a fixed number of dimensions by hashing: no download, the same everywhere.
 
-    Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577): with only one,
-    two names that share a place are one name; with several they share a part of their weight at most. Words that the
-    corpus does not have count nothing.
+    Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577): with only
+    one place, two names that share it are one name; with several, they share a part of their weight at most. Words that
+    the corpus does not have count nothing.
     """
 
     DIMENSION = 2048
@@ -155,12 +155,12 @@ class FolderEncoder:
         self.name = name
         self.batch_size = batch_size
         self.conventions = read_conventions(name)
-        self.style, self.prefixes = self.conventions.styled(style, name)  # those of queries and of passages
+        self.style, self.prefixes = self.conventions.styled(style, name)  # prefixes of queries and of passages
 
     def _set_settings(self, max_length: int, dimension: int, dtype: str) -> None:
         """Sets the settings on which the vectors depend, as an index keeps them.
 
-        Settings that older versions did not have are left out if they are as they were then.
+        A setting that older versions did not have is left out if it has the value that they worked with.
         """
         self.dimension = dimension
         self.settings = {
@@ -218,7 +218,7 @@ class BertEncoder(FolderEncoder):
         self.tokenizer = conventions.text_tokenizer(path, max_length=length, rows=config.vocab_size)
         dimension = min(config.hidden_size, rules.dimension or config.hidden_size)
         self._set_settings(length, dimension, dtype)
-        if rules.pooling != "mean":  # older indexes do not name theirs, which is mean
+        if rules.pooling != "mean":  # older indexes do not name their pooling, which is mean
             self.settings["pooling"] = rules.pooling
 
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
@@ -279,8 +279,8 @@ def pool(hidden: Tensor, real: Tensor, pooling: str) -> Tensor:
 
 
 class SentenceEncoder(FolderEncoder):
-    """An encoder of another network, such as ModernBERT and Qwen3-Embedding, by the package sentence-transformers
-    (extra encoders).
+    """An encoder of another network, such as ModernBERT and Qwen3-Embedding, run by the package
+    sentence-transformers (extra encoders).
 
     Code in a model folder is never run, and weights are read from safetensors.
     """
@@ -297,7 +297,7 @@ class SentenceEncoder(FolderEncoder):
         with extra("encoders", f"the encoder {name} ({self.conventions.unsupported})", "Or use intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         remedy = "Check that all its files are there and the weights are safetensors."
-        # Exception: whatever a library and a folder of a stranger come to.
+        # Exception: the library may raise anything for the files of a stranger.
         with explained(
             Exception, f"sentence-transformers cannot load the encoder {name}", remedy, code="encoder-unloadable"
         ):
@@ -331,7 +331,7 @@ class SentenceEncoder(FolderEncoder):
             advance(len(block))
         if self.conventions.is_dot:
             return vectors
-        # Here, in fp32: that package would do it in the model's precision.
+        # Normalized here, in fp32: sentence-transformers would do so in the model's precision.
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
 
@@ -344,7 +344,7 @@ def make_encoder(
 ) -> Encoder:
     """Returns the encoder of the settings for a new index of `documents`.
 
-    Its vectors are fp32 if it computes in bf16, too.
+    Its vectors are fp32 even if it computes in bf16.
     """
     name = settings.encoder
     if name == HASHING:

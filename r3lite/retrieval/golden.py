@@ -30,10 +30,10 @@ def golden_retriever(setup: Setup, top_k: int) -> Retrieve:
 
 
 def paragraphs(question: Question, noise_rate: float | None, seed: int) -> list[Document]:
-    """Returns the gold paragraphs in their order; with `noise_rate` mixed with that share of the question's others.
+    """Returns the gold paragraphs in their order; with `noise_rate`, mixed with that share of the others.
 
-    A question gets the same ones in the same order each time. The others are drawn at random, and all are shuffled,
-    so that the order does not reveal which are gold.
+    A question gets the same paragraphs in the same order each time. The others are drawn at random, and all are
+    shuffled, so that the order does not reveal which are gold.
     """
     documents = list(question.gold)
     if noise_rate:

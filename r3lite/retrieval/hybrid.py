@@ -42,7 +42,7 @@ class HybridRetriever:
         return [self._fused(lists) for lists in zip(semantic_lists, lexical_lists, strict=True)]
 
     def _fused(self, lists: tuple[list[Document], ...]) -> list[Document]:
-        """Returns one list of two. Of equal sums the first of the first list comes first: the same always."""
+        """Returns both lists as one. Equal sums are in the order of the first list, then of the second."""
         sums: dict[Document, float] = {}
         sources: dict[Document, list[str]] = {}
         for documents, weight in zip(lists, self.weights, strict=True):
@@ -65,7 +65,7 @@ def reciprocal_ranks(documents: list[Document]) -> list[float]:
 def scaled_scores(documents: list[Document]) -> list[float]:
     """Returns the scores moved and stretched to go from 0 to 1, as cosines and BM25's sums are of different sizes.
 
-    They are 1 for all if they are equal. A document that a list lacks counts 0 there, as its last one does.
+    Equal scores all become 1. A document that a list lacks counts 0 there, as the last document of the list does.
     """
     if not documents:
         return []

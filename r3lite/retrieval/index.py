@@ -11,9 +11,10 @@ index.faiss or index-N.faiss   their vectors (`vectors.py`)
 added-N.faiss, deleted-N.bin   vectors added since, and the places of deleted passages, after edit N, if there are any
 probes.bin                     some of the vectors in fp32: an index may keep less
 manifest.json                  its encoder and style, and which of these files belong together; it is replaced last
-words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
+words.json, skipped.jsonl      the words of the hashing encoder; the files of a folder of documents that were left out
 
-An older folder has a flat index and no ends, probes and table of files; it is read as it is.
+An older folder has a flat index, no `ends.bin` or `probes.bin`, and no table of files in its manifest; it is read as it
+is.
 """
 
 import contextlib
@@ -47,12 +48,12 @@ PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
 INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
-# The largest distance between a stored and a re-encoded vector, relative to the length of the stored one. For vectors
-# of one length it is a cosine of 0.999.
+# The largest distance between a stored and a re-encoded vector, relative to the length of the stored one. Between
+# two vectors of equal length, it is that of a cosine of 0.999.
 FURTHEST = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
-ADDED_LIMIT = 10_000  # vectors that may be beside the index, or a tenth of it if that is more; beyond that they join it
+ADDED_LIMIT = 10_000  # most vectors beside the index, or a tenth of its number if that is more; more vectors join it
 T = TypeVar("T")
 
 
@@ -99,7 +100,7 @@ class PassageIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns scores and places of the `k` nearest of the places `candidates`.
 
-        It is for an index that was just built, which is flat.
+        The index must be flat, as one that was just built is.
         """
         places = np.array(candidates, dtype=np.int64)
         products = self.vectors.base.reconstruct_batch(places) @ vector
@@ -150,7 +151,8 @@ def load(
 ) -> PassageIndex:
     """Returns the index of a folder; its vectors are read as searches need them.
 
-    `loaded_encoder` is one of the same name: it is used again, and none is loaded, if its style is the index's.
+    `loaded_encoder` is an encoder of the settings' name. If its style is that of the index, it is used again, and no
+    encoder is loaded.
     Raises R3LiteError if the index has another encoder or style than the settings name (style auto takes the index's
     own), or if its parts do not belong together.
     """
@@ -193,8 +195,10 @@ def _check_names(
     index_encoder: str,
     index_style: str,
 ) -> None:
-    """Raises R3LiteError if the settings name another encoder or style: before the encoder is loaded, which may take
-    long."""
+    """Raises R3LiteError if either the settings or the index name hashing, but not both, or if the styles differ.
+
+    Called before the encoder is loaded, which may take long.
+    """
     name = settings.encoder
     style = settings.encoder_style
     rebuild = _rebuild(name)
@@ -212,9 +216,9 @@ def _rebuild(encoder: str) -> str:
 
 
 def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
-    """Returns True if vectors [N, d] that an encoder gives are those that are stored, up to its precision.
+    """Returns True if the `recomputed` vectors [N, d] equal the `stored` ones, up to a distance of FURTHEST.
 
-    It is False if a number is NaN, with which every comparison is false.
+    Returns False if a number is NaN, with which every comparison is false.
     """
     lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # a text without a known word has the length 0
     distances = np.linalg.norm(recomputed - stored, axis=1)
@@ -335,7 +339,7 @@ class IndexFolder:
         return vectors, self._probes(vectors, dimension)
 
     def _probes(self, vectors: Vectors, dimension: int) -> dict[int, np.ndarray]:
-        """Returns some vectors as the encoder gave them, by their places; of an older index, as it has them itself."""
+        """Returns some vectors as the encoder gave them, by their places; an older index gives those that it keeps."""
         if "probed" not in self.manifest:
             base = vectors.base
             return {place: base.reconstruct(place) for place in probed(base.ntotal)}
@@ -357,7 +361,7 @@ def probed(places: int) -> list[int]:
 
 
 def digest(path: Path) -> str:
-    """Returns SHA-256 of a file; of one larger than READ_WHOLE, of its size and pieces evenly spaced in it."""
+    """Returns SHA-256 of a file; beyond READ_WHOLE bytes, of its size and of pieces evenly spaced in it."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size <= READ_WHOLE:
@@ -412,8 +416,8 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
 def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     """Deletes the passages of these ids; returns their number, and the number of those that were deleted before.
 
-    So a command that was killed can be repeated. Raises R3LiteError if an id was never in the index, or if no passage
-    would be left.
+    Ids that were deleted before are accepted, so that a command that was killed can be repeated. Raises R3LiteError if
+    an id was never in the index, or if no passage would be left.
     """
     folder = IndexFolder(path)
     id_set = set(ids)
@@ -461,8 +465,8 @@ def _publish(
     name: str,
     passages: Passages,
 ) -> None:
-    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes files
-    that the new one does not name."""
+    """Replaces the manifest, in which the file `name` takes the place of the files of the roles `replaced`; removes
+    files that the new manifest does not name."""
     files = {}
     for file, file_digest in folder.digests.items():
         if not file.startswith(replaced):

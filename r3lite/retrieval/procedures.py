@@ -84,7 +84,7 @@ def _step(record: Record) -> dict[str, str]:
 
 def _contains(text: str, phrase: str) -> bool:
     """Returns True if a text contains a phrase as whole words."""
-    if phrase not in text:  # most phrases, which need no pattern
+    if phrase not in text:  # most phrases are absent, which needs no pattern to see
         return False
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
 
@@ -120,7 +120,7 @@ def to_json(procedures: list[Procedure]) -> str:
 
 
 class Finder:
-    """Finds the procedure that fits a question: by triggers, and where none is there by the nearest description."""
+    """Finds the procedure that fits a question: by triggers, and if the text has none, by the nearest description."""
 
     def __init__(self, procedures: list[Procedure], encoder: Encoder | None, floor: float):
         """Takes an `encoder` of descriptions; without one, triggers alone count."""
@@ -146,7 +146,7 @@ class Finder:
         return products / lengths
 
     def find(self, text: str) -> Procedure | None:
-        """Returns the procedure of the highest score; of equal ones the first of the file."""
+        """Returns the procedure of the highest score, the first of equal ones; None if even that one does not fit."""
         if not self.procedures:
             return None
         scores = self.scores(text)
@@ -171,7 +171,7 @@ def open_finder(
 ) -> Finder | None:
     """Returns the finder of the settings; None if they name no file.
 
-    `encoder` loads the encoder of queries, and returns None if that is hashing.
+    `encoder` loads the encoder of queries, and returns None for hashing, which is then fitted to the descriptions.
     """
     if settings.procedures is None:
         return None

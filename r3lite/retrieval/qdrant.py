@@ -176,8 +176,8 @@ def point_id(passage: Document) -> str:
 def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[int, int]:
     """Writes passages with their vectors into a collection, which is made if the server does not have it.
 
-    Returns how many were encoded and how many it has. Passages that it has already are passed over, so that after a
-    kill the same call goes on.
+    Returns how many were encoded and how many the collection has. Those that it has already are passed over, so that
+    after a kill the same call goes on.
     """
     collection = Collection(address, encoder)
     collection.create()

@@ -107,7 +107,7 @@ class Gap:
 def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[Gap]:
     """Returns the gap of every question with gold paragraphs, also of one that lacks none.
 
-    The corpus has a paragraph if a passage is recognized as it, as a retrieved one would be, by `Question.gold_index`.
+    The corpus has a paragraph if `Question.gold_index` finds it in a passage, by the same rule as for retrieved ones.
     """
     by_title = defaultdict(list)
     for document in documents:

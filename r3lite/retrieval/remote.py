@@ -1,7 +1,7 @@
 """Retrieval and reranking on other machines: servers that speak HTTP as Search-R1's and ours do (server.py).
 
-Servers are not trusted: requests end after a time, replies at a size, and their content is checked. Some failures are
-tried again.
+Servers are not trusted: the time of a request and the size of a reply are limited, and the content of replies is
+checked. After some failures, a request is tried again.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ BATCH = 64  # queries of a request, or passages of one query
 
 
 class Poster(Link):
-    """Posts JSON to one address, and tries again if that may help. One that has answered may be away for a minute."""
+    """Posts JSON to one address, and tries again if that may help: for about a minute if the server answered before."""
 
     def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None):
         super().__init__(address, remedy, seconds=TIMEOUT, max_bytes=LARGEST, headers=headers)
@@ -46,10 +46,10 @@ class Poster(Link):
                 sleep(max(pause, requested))
 
 
-def remote_retriever(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
+def remote_retriever(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose module imports this one
     """Returns the retriever at the address of the settings.
 
-    It is sent a query, so that a wrong address shows at once.
+    The server is sent a query, so that a wrong address shows at once.
     """
     remote = Remote(setup.settings.retriever)
     remote.search(["r3lite"], 1)
@@ -108,7 +108,7 @@ def _document(entry: Record, address: str) -> Document:
             text = first_line
     source = inner.text("source", None) or address
     id = inner.identifier("id", None)
-    if not id:  # Search-R1's servers of web search give none: the same text has the same one
+    if not id:  # Search-R1's servers of web search give none; here, the same text gets the same id
         id = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(
         id=id,
@@ -121,7 +121,7 @@ def _document(entry: Record, address: str) -> Document:
 
 
 class RemoteReranker:
-    """The cross-encoder of one of our servers. It is sent a pair, so that a wrong address shows at once."""
+    """The cross-encoder of one of our servers. The server is sent a pair, so that a wrong address shows at once."""
 
     def __init__(self, address: str):
         advice = f"that --rerank here ends in /rerank, and {RETRIEVER_TOKEN} if it needs a token"

@@ -44,7 +44,7 @@ class Reranker(Protocol):
 
 
 class CrossEncoder:
-    """A BERT that scores a pair of a query and a passage, on the CPU: as its retriever, beside training."""
+    """A BERT that scores a pair of a query and a passage. It runs on the CPU beside training, as the retriever does."""
 
     def __init__(self, name: str, dtype: str = "fp32", batch_size: int = BATCH):
         folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or remove --rerank.")

@@ -18,7 +18,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 
 MAX_QUERIES = 4096  # of a request
-MAX_PASSAGES = 1000  # that a request has ranked
+MAX_PASSAGES = 1000  # of a request to rerank
 
 
 class RetrievalService:
@@ -42,7 +42,7 @@ class RetrievalService:
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | None, peer: Peer) -> dict:
-        """Returns the reply to a request, as core.http_server.HttpService says; OSError if the retriever fails."""
+        """Returns the reply to a request, as core.http_server.HttpService says. Raises OSError if retrieval fails."""
         if path == "/retrieve" and request:
             return self._retrieve(request, peer)
         if path == "/rerank" and request and self.rerank:

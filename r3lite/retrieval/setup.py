@@ -41,11 +41,12 @@ class Setup:
 
     settings: RetrievalSettings
     questions: list[Question]  # their paragraphs are the corpus if no other is named
-    seed: int = 0  # of what is drawn
+    seed: int = 0  # of the paragraphs that --noise-rate draws
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
-    kind: str = SOURCES[0]  # of sources, that a web service is asked for
-    gives_up: bool = True  # if a retriever that fails at query after query ends the run
-    default: "Setup | None" = None  # of the retriever of all other sources: its reranker, encoder and cache are shared
+    kind: str = SOURCES[0]  # the kind of sources that a web service is asked for
+    gives_up: bool = True  # True if a retriever that fails at query after query ends the run
+    # The setup of the retriever for all other sources, whose reranker, encoder and cache are shared; None: this is it.
+    default: "Setup | None" = None
 
     @property
     def searches_vectors(self) -> bool:
@@ -101,7 +102,7 @@ class Setup:
 
     @cached_property
     def encoder(self) -> Encoder | None:
-        """Returns the encoder of queries to passages elsewhere; None for hashing, which is made for a corpus."""
+        """Returns the encoder for texts outside a corpus or index; None for hashing, which is made for one corpus."""
         if self.settings.encoder == HASHING:
             return None
         if self.searches_vectors:
@@ -194,7 +195,7 @@ class Setup:
 
 
 def nothing_to_search() -> R3LiteError:
-    """Returns the error of questions whose paragraphs are to be searched and that have none."""
+    """Returns the error for a search among the paragraphs of the questions if no question has any."""
     remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
     cause = "there is nothing to search: the questions in --data have no paragraphs"
     return R3LiteError(cause, remedy, code="nothing-to-search")

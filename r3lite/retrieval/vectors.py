@@ -1,5 +1,5 @@
-"""The vectors of an index, by FAISS: how large each kind becomes, built of a file of vectors, opened memory-mapped,
-searched without deleted ones.
+"""The vectors of an index, by FAISS: estimates how large each kind becomes, builds an index from a file of vectors,
+opens it memory-mapped, and searches it without the deleted vectors.
 
 Owns what each kind is in FAISS and its parameters; knows no passages and no folder's layout. Similarity is the inner
 product. Shapes: `Q` queries, `k` results, `d` dimensions.
@@ -31,7 +31,7 @@ SUBSPACE = 8  # dimensions that are one byte in opq-ivf-pq
 SAMPLE_BYTES = 512 << 20  # most fp32 vectors that an index is trained on
 CENTROID_VECTORS = 39  # training vectors of a centroid, below which FAISS warns
 BLOCK = 4096  # passages encoded, and vectors added, at a time
-GROWTH = 1.5  # memory of lists that grow by doubling, while they are built, to their content
+GROWTH = 1.5  # memory of lists, which grow by doubling while they are built, divided by that of their content
 CODEWORDS = 256  # of a byte of opq-ivf-pq
 DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
 SAMPLE_COPIES = {"ivf-sq8": 2, "opq-ivf-pq": 3}  # how many times FAISS holds the vectors of the sample
@@ -59,8 +59,8 @@ def lists_of(passages: int, dimension: int) -> int:
 
 
 def sample_of(kind: str, passages: int, dimension: int) -> int:
-    """Returns the number of vectors that an index of a kind is trained on: 40 a list, and enough for 256 centroids a
-    byte."""
+    """Returns the number of vectors that an index of a kind is trained on: 40 for each list, and enough for the 256
+    centroids of each byte."""
     if kind not in (*IVF, "sq8"):
         return 0
     wanted = max((CENTROID_VECTORS + 1) * lists_of(passages, dimension), 16384)
@@ -68,7 +68,7 @@ def sample_of(kind: str, passages: int, dimension: int) -> int:
 
 
 def item_bytes(kind: str) -> int:
-    """Returns the bytes of a number of the vectors that wait on the disk: fp16 if the kind itself keeps less."""
+    """Returns the bytes of a number in a VectorFile: 4 (fp32), or 2 (fp16) if the kind keeps less than fp32 itself."""
     return 4 if kind in ("flat", "hnsw") else 2
 
 
@@ -149,8 +149,8 @@ def _code_bytes(kind: str, dimension: int) -> float:
 def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     """Returns the estimate of a kind; of `auto` the first that fits the budget, the most exact one first.
 
-    `auto` chooses flat and sq8 up to FULL_SEARCH_LIMIT passages; above, a query that reads all of them takes long. It
-    never chooses HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if
+    `auto` chooses flat or sq8 up to FULL_SEARCH_LIMIT passages only: above, a query that reads all of them takes long.
+    It never chooses HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if
     nothing fits.
     """
     too_few = passages < CODEWORDS * CENTROID_VECTORS
@@ -226,7 +226,7 @@ class Vectors:
         return nearest
 
     def only(self, mask: np.ndarray) -> "Vectors":
-        """Returns the vectors for which `mask` is true, of those that are not deleted, in their order."""
+        """Returns the vectors for which `mask` is true; it has a value for each one that is not deleted, in order."""
         live = self._live()
         live[np.flatnonzero(live)] = mask
         return replace(self, deleted=np.flatnonzero(~live))
@@ -285,7 +285,7 @@ class VectorFile:
         return rows.reshape(-1, self.dimension).astype(np.float32)
 
     def cut(self, rows: int) -> None:
-        """Cuts the file off after the first rows."""
+        """Cuts the file off after the first `rows` rows."""
         os.truncate(self.path, rows * self.row)
 
     def append(self, vectors: np.ndarray) -> None:
@@ -318,7 +318,7 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
     index = _empty(kind, count, vectors.dimension)
     if not index.is_trained:
         size = sample_of(kind, count, vectors.dimension)
-        print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
+        print(f"training    {kind} on {size:,} vectors", flush=True)  # it may take minutes; FAISS prints nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
     bar = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
@@ -385,7 +385,7 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
     """Writes an index and waits until it is on the disk."""
     try:
         faiss.write_index(index, str(path))
-    except RuntimeError as error:  # what FAISS makes of a full disk
+    except RuntimeError as error:  # raised by FAISS if the disk is full
         reason = str(error).strip().splitlines()[-1]
         raise R3LiteError(
             f"{path} cannot be written: {reason}", "Free disk space, and run it again.", code="index-unwritable"

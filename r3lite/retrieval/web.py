@@ -40,7 +40,7 @@ SENTENCE = 64
 PASSAGE = 128
 EXA = "https://api.exa.ai/search"
 EXA_KEY = "EXA_API_KEY"
-KIND = SOURCES[0]  # of sources, for searches that name none
+KIND = SOURCES[0]  # the kind of sources for searches that name none
 
 
 Page = dict[str, str]  # url, title and text
@@ -49,7 +49,7 @@ Page = dict[str, str]  # url, title and text
 class Exa:
     """Searches by exa.ai, which needs a key."""
 
-    kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
+    kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # Exa's `category` of each
 
     def __init__(self):
         key = os.environ.get(EXA_KEY)
@@ -85,9 +85,9 @@ class DuckDuckGo:
         self._open = DDGS
 
     def pages(self, query: str, kind: str, count: int) -> list[Page]:
-        """Returns pages with url, title and text, which are a line or two, best first.
+        """Returns pages with url, title and text, best first. A text is a line or two.
 
-        Raises R3LiteError if there is none: to be refused for asking too often looks the same.
+        Raises R3LiteError if there is no page: a service that refuses because it was asked too often looks the same.
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
         # Exception: the package raises what its own libraries do.
@@ -113,7 +113,7 @@ def _page(row: Record, url: str, title: str, text: str) -> Page:
 
 
 class Recorded:
-    """A service whose answers are recorded in a folder, a file each; no query is sent again.
+    """A service whose answers are recorded in a folder, one file for each; no query is sent twice.
 
     Several processes may share the folder.
     """
@@ -206,8 +206,7 @@ class Web:
 
 
 def best(texts: list[str], scores: np.ndarray) -> str:
-    """Returns the sentences of the highest scores, of PASSAGE tokens together or one that is longer, in the text's
-    order."""
+    """Returns the sentences of the highest scores, in the text's order: PASSAGE tokens at most, or one sentence."""
     places: list[int] = []
     size = 0
     for place in np.argsort(-scores, kind="stable").tolist():
@@ -221,7 +220,7 @@ def best(texts: list[str], scores: np.ndarray) -> str:
 def plain(text: str) -> str:
     """Returns a text without soft hyphens and without characters that are not printed.
 
-    It is no HTML: Exa returns Markdown, and ddgs takes tags and entities out. "<" and "&" stand for themselves.
+    The text is no HTML: Exa returns Markdown, and ddgs takes tags and entities out. "<" and "&" stand for themselves.
     """
     return printable(without_soft_hyphens(text))
 

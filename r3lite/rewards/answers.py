@@ -47,7 +47,8 @@ def rouge_l_levels(
     """Returns ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`,
     else 0.
 
-    The rewards are those of systems with solution tags; where their levels begin is not known, and r3lite's own.
+    The rewards are those of systems with solution tags. Where the levels of these begin is not known: `high` and `low`
+    are r3lite's own.
     """
     if exact_match(episode):
         return pay_exact
@@ -60,9 +61,10 @@ def rouge_l_levels(
 
 
 def hop_weighted(episode: Episode) -> float | None:
-    """Returns 0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times 1 at two hops to 2 from four on.
+    """Returns 0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times a weight: 1 up to two hops,
+    1.5 at three, 2 from four on.
 
-    It is 0 to 1.84, and None if no gold paragraph is known. It is the score `combined` of an evaluation.
+    The reward is 0 to 1.84; None if no gold paragraph is known. An evaluation reports it as `combined`.
     """
     if episode.recall is None:
         return None

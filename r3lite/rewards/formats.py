@@ -1,6 +1,6 @@
 """Rewards for the form of what was written, whatever the format: an analysis, a query and an answer are what the tags
-or headings of each format enclose. A block that is blank, or that cannot be distinguished from a second one, is not
-there.
+or headings of each format enclose. A block that is blank, or that cannot be distinguished from a second one, counts
+as missing.
 
 Every function takes an episode; what it returns is the reward of the last step.
 """
@@ -20,10 +20,10 @@ def approximate_format(episode: Episode) -> float:
 
 
 def tag_share(episode: Episode, query: bool = True, documents: bool = False) -> float:
-    """Returns the share of the kinds of blocks that the episode has at all, 0 to 1: analysis, answer, `query`,
-    `documents`.
+    """Returns the share of these kinds of blocks that the episode has, 0 to 1: analysis, answer, queries (if `query`),
+    documents (if `documents`).
 
-    Documents are given by the retriever: they are there if any were retrieved.
+    Documents come from the retriever: the episode has them if any were retrieved.
     """
     kinds = ["analysis", "answer"]
     if query:

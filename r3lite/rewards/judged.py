@@ -1,4 +1,4 @@
-"""Rewards for what only a judge can say. A function that names a `verdict` is given the judge's."""
+"""Rewards for what only a judge can say. A function with a parameter `verdict` gets the judge's verdict."""
 
 from r3lite.core.episode import Episode
 from r3lite.rewards.verdict import Verdict
@@ -54,7 +54,7 @@ def coherence(episode: Episode, verdict: Verdict) -> float:
 def query_rationality(episode: Episode, verdict: Verdict) -> float:
     """Returns how sensible the queries are, given what was known, 0 to 1; the mean over the steps that search.
 
-    It is 0 if no step does.
+    The reward is 0 if no step searches.
     """
     pairs = zip(episode.steps, verdict.steps, strict=True)
     values = [opinion.rationality for step, opinion in pairs if step.searches]

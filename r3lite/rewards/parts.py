@@ -15,7 +15,7 @@ from r3lite.rewards.verdict import StepVerdict, Verdict
 def well_formed(episode: Episode, format_reward: float) -> list[float]:
     """Returns `format_reward` / number of steps at each step without a fault.
 
-    With the whole of it at each step, more steps would be rewarded more.
+    If each step got all of `format_reward`, more steps would be rewarded more.
     """
     return [0.0 if step.faults else format_reward / len(episode.steps) for step in episode.steps]
 
@@ -33,8 +33,8 @@ def process(
     """Returns, at each step that searches, `process_recall` times the share of the gold paragraphs that it is the first
     to retrieve, plus `process_judge` times the mean of relevance and coherence.
 
-    Both are multiplied by the trajectory factor. An answer is right if the judge says so, with `outcome_judge` above
-    0, else by exact match.
+    Both are multiplied by the trajectory factor. The judge decides whether the answer is right if `outcome_judge` is
+    not 0; else exact match does.
     """
     if outcome_judge:
         is_right = verdict is not None and judged_answer(episode, verdict) == 1.0

@@ -76,7 +76,7 @@ REWARDS: dict[str, RewardFunction] = {
         tasks.combined,
     )
 }
-# The built-in rewards for the answer itself. A user's own function counts as one, too: it may well be.
+# The built-in rewards for the answer itself. A user's own function counts as one, too, as it may reward the answer.
 ANSWER_REWARDS = (
     answers.exact_match,
     answers.answer_f1,
@@ -91,7 +91,7 @@ ANSWER_REWARDS = (
     tasks.combined,
 )
 LARGEST_REWARD = 1e15  # learning squares rewards and adds them up, in fp32
-VERDICT = "verdict"  # the parameter that asks for the judge's
+VERDICT = "verdict"  # the name of the parameter that gets the judge's verdict
 KINDS = (
     ((bool,), "true or false"),
     ((int, float), "a number"),
@@ -130,7 +130,7 @@ class NamedReward:
             by_step = list(value)
         else:
             by_step = [0.0] * (step_count - 1) + [value]
-        # Those with flags have no bound of their own: `EpisodeReward` refuses a step's sum that is too large.
+        # Rewards with flags have no bound of their own: `EpisodeReward` refuses a step's sum that is too large.
         if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
             limit = f"a number of at most {LARGEST_REWARD:.0e}"
@@ -267,7 +267,7 @@ def _load(name: str) -> RewardFunction:
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
-    """Returns True if a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
+    """Returns True if `outcome_judge` or `process_judge` is above 0, or if a named reward takes a verdict."""
     if settings.outcome_judge > 0 or settings.process_judge > 0:
         return True
     return any(reward.takes_verdict for reward in named_rewards(settings))

@@ -20,8 +20,8 @@ def round_metrics(
     means.
 
     `turns` are the sampled tokens of each episode, turn by turn, `logprobs` [N] their log-probabilities. `logps/right`
-    is the mean over each right episode's tokens, then over the right episodes, as in GRPO's loss; None if there are
-    none. It falls when a collapse begins (arXiv 2512.04220).
+    is the mean over each right episode's tokens, then over the right episodes, as in GRPO's loss; None if no
+    episode is right. It falls when a collapse begins (arXiv 2512.04220).
     """
     present = [reward for reward in rewards if reward is not None]
     totals = [reward.total for reward in present]

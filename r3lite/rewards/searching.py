@@ -12,10 +12,10 @@ from r3lite.protocols.base import IDLE, new_queries
 
 
 def gold_recall(episode: Episode) -> list[float] | None:
-    """Returns, at each step, the share of the gold paragraphs that it retrieved first: they add up to the recall, 0 to
-    1.
+    """Returns, at each step, the share of the gold paragraphs that it is the first to retrieve. The shares add up to
+    the recall, 0 to 1.
 
-    It is None if no gold paragraph is known.
+    The reward is None if no gold paragraph is known.
     """
     gold = episode.question.gold
     if not gold:
@@ -26,7 +26,7 @@ def gold_recall(episode: Episode) -> list[float] | None:
 def gold_precision(episode: Episode) -> float | None:
     """Returns the share of gold ones among the retrieved paragraphs, each counted once; 0 if none was retrieved.
 
-    It is None if no gold paragraph is known.
+    The reward is None if no gold paragraph is known.
     """
     question = episode.question
     if not question.gold:
@@ -41,9 +41,9 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
     """Returns, at each step, the gain in recall less `redundancy` times the share of its documents that earlier steps
     retrieved.
 
-    It is G - P of StepSearch (arXiv 2505.15107), where G is the mean over the gold paragraphs of how much more like
-    one the documents are than any before. There likeness is a cosine of words, here it is 1 for the paragraph itself,
-    else 0. It is None if no gold paragraph is known.
+    This is G - P of StepSearch (arXiv 2505.15107). G is the mean over the gold paragraphs of how much the documents of
+    the step are more like the paragraph than all earlier documents are. In the paper, likeness is a cosine of words;
+    here it is 1 for the paragraph itself, else 0. The reward is None if no gold paragraph is known.
     """
     gains = gold_recall(episode)
     if gains is None:

@@ -20,10 +20,10 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
-    """Returns 0.3 if the answer is Python code that can be parsed, else -0.3 in all.
+    """Returns -0.3 if the answer cannot be parsed as Python code, else 0.3 to 0.6.
 
-    It adds 0.1 each for a docstring, for a type hint in a function's signature, and for `shortest` to `longest` lines:
-    at most 0.6.
+    The code itself is worth 0.3. A docstring, a type hint in a function's signature, and a length of `shortest` to
+    `longest` lines add 0.1 each.
     """
     code = _unfenced(episode.prediction)
     tree = _parsed(code) if code.strip() else None
@@ -39,11 +39,11 @@ def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
 
 
 def function_calling(episode: Episode, tools: tuple[str, ...] = ()) -> float:
-    """Returns 0.3 if the answer is a JSON object, else -0.3 in all.
+    """Returns -0.3 if the answer is no JSON object, else 0.3 to 0.7.
 
-    It adds 0.2 if the object has a `name` and `arguments` (an object, or its text), and 0.2 if the name is a known
-    tool's: one of `tools`, or without these one that the question, or a message before it, declares as
-    `"name": "..."`. It is at most 0.7.
+    The object itself is worth 0.3. A `name` with `arguments` (an object, or its text) adds 0.2, and the name of a known
+    tool adds 0.2. The known tools are `tools`; if there are none, those that the question, or a message before it,
+    declares as `"name": "..."`.
     """
     text = _unfenced(episode.prediction).strip().removeprefix(CALL)
     try:
@@ -88,7 +88,7 @@ def _declared_tools(question: Question) -> list[str]:
 def _parsed(code: str) -> ast.Module | None:
     """Returns the syntax tree; None if there is none, or if it is nested too deep."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd escapes and the like
+        warnings.simplefilter("ignore")  # warnings about odd escapes and the like
         try:
             return ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -19,13 +19,14 @@ STOP_WORDS = {
     "been", "it", "its", "this", "that", "these", "those", "he", "she", "his", "her", "they", "their", "who", "which",
     "what", "when", "where", "not",
 }  # fmt: skip
-# Written together. The marks for a long vowel and for repetition are letters with names of their own.
+# Scripts that are written together count as one. The marks for a long vowel and for repetition are letters with names
+# of their own.
 ONE_SCRIPT = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "VERTICAL", "BOPOMOFO"), "CJK")
 NO_SCRIPT = "MODIFIER"  # such as the apostrophes that several scripts have
 
 
 def length_penalty(episode: Episode, most: int = 300) -> float:
-    """Returns 0 up to `most` words, then a penalty that grows evenly to -1 at twice as many and more."""
+    """Returns 0 up to `most` words, then a penalty that grows evenly to -1 at twice as many words or more."""
     excess = len(_written_text(episode).split()) - most
     share = max(excess / max(most, 1), 0.0)
     return -min(share, 1.0)
@@ -49,7 +50,7 @@ def keyword_overlap(episode: Episode) -> float:
     """Returns the share of a gold answer's keywords that the analyses and the answer have, 0 to 1; the best gold answer
     counts.
 
-    Keywords are the words of the normalized answer but for stop words; if they are all such words, they all count.
+    Keywords are the words of the normalized gold answer without stop words; all its words if all are stop words.
     """
     text = " ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps)
     words = set(split_words(normalize(text)))
@@ -67,9 +68,9 @@ def logical_connectors(
     most: int = 3,
     words: tuple[str, ...] = CONNECTORS,
 ) -> float:
-    """Returns how many different ones of `words` the analyses have, of the first `most`, 0 to 1.
+    """Returns how many different ones of `words` the analyses have, divided by `most`; at most 1.
 
-    They are whole words in any case.
+    They are found as whole words, in any letter case.
     """
     text = " ".join(step.analysis for step in episode.steps)
     count = sum(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words)
@@ -77,7 +78,7 @@ def logical_connectors(
 
 
 def _written_text(episode: Episode) -> str:
-    """Returns all that the model wrote but for the words of its format."""
+    """Returns all that the model wrote, without the words of its format."""
     texts: list[str] = []
     for step in episode.steps:
         texts += [step.analysis, *step.queries, step.answer or ""]

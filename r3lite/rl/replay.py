@@ -24,7 +24,10 @@ Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, and whe
 
 @dataclass(frozen=True)
 class Success:
-    """A successful episode. Its record has arrays, which take a fraction of the memory of lists: 10,000 are kept."""
+    """A successful episode.
+
+    Its record has arrays, which take a fraction of the memory of lists: by default, 10,000 successes are kept.
+    """
 
     record: TokenRecord  # tokens in int32, mask in bool, log-probabilities in float32; no values
     reward: float

@@ -83,7 +83,7 @@ class GraphDecoder(Decoder):
     Places that pad a graph are at the position of the last slot, which no sequence uses: an episode's last token is
     never run. `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph
     is compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
-    then on. If layers carry states, it is called from the start. Errors of the model are raised, and
+    then on. If layers carry states, the model is called from the start. Errors of the model are raised, and
     torch.OutOfMemoryError if a capture runs out of memory: with fewer rows, graphs fit.
     """
 

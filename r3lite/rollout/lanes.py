@@ -27,7 +27,7 @@ from r3lite.rollout.sequence import Sequence
 class Visitor(Sequence):
     """A sequence that joins others: with a sampler and a limit of its own, and free to leave.
 
-    `error` is why it could not go on, which concerns this sequence alone.
+    `error` is why it could not go on; other sequences are not concerned.
     """
 
     adapter: str | None = None  # None: the bare base
@@ -102,7 +102,7 @@ class Lanes:
     def iterate(self) -> list[Visitor]:
         """Samples one more token of each row at work; returns the sequences that ended, or left, in this iteration.
 
-        One that waits for documents leaves when they have come.
+        A sequence that waits for documents leaves only when these have come.
         """
         for scheduler, _ in self.lanes.values():
             self._clear_out(scheduler)

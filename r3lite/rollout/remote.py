@@ -153,7 +153,7 @@ class RemoteEngine:
         self.servers = servers
         self.save_adapter = save_adapter
         self.draw_ahead = draw_ahead
-        self.grant = Grant(Memory())  # memory is granted where it is sampled
+        self.grant = Grant(Memory())  # the servers, which sample, grant memory for themselves
         self.adapter: AdapterFiles | None = None
         self.ahead: tuple[list[str], Future] | None = None  # seeds and sequences of the coming round
         self.counts: Counter[str] = Counter()

@@ -1,7 +1,8 @@
 """Text cut into chunks: between sentences, within a budget of tokens, each beginning with the end of the one before.
 
-Tokens are counted without a tokenizer, since chunks must not depend on the encoder: up to 5 letters or digits, a
-sign, or an ideograph are one. On English prose and on Python that is 2 to 3 % more than BERT's WordPiece finds.
+Tokens are counted without a tokenizer, since chunks must not depend on the encoder. A token is a run of up to 5 letters
+or digits, a sign, or an ideograph. On English prose and on Python these are 2 to 3 % more tokens than BERT's WordPiece
+finds.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from r3lite.core.answer_match import SENTENCE
 
-# 64 blanks count, too: no chunk is long that has few tokens.
+# 64 blanks count as a token, too, so that a chunk of few tokens is never long.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")
 BREAKS = (SENTENCE, re.compile(r"\n"), re.compile(r"\s+"))  # finer ones are for parts longer than the budget
 
@@ -67,8 +68,8 @@ def _units(
     budget: int,
     breaks: tuple[re.Pattern, ...],
 ) -> Iterator[Unit]:
-    """Yields the stretches of a text between the first of `breaks`; those of more than `budget` tokens are cut at the
-    next one, and last between tokens."""
+    """Yields the stretches of a text between the first of `breaks`; a stretch of more than `budget` tokens is cut at
+    the next of `breaks`, and after the last of them between tokens."""
     if not breaks:
         for match in TOKEN.finditer(text, start, end):
             yield Unit(match.start(), match.end(), 1)

@@ -18,7 +18,7 @@ from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTOR_FILES
 from r3lite.settings import DocumentSettings
 
 LONGEST_TITLE = 200  # characters; a longer one is cut to its last ones, which are of the innermost heading
-NAMED = 3  # files that are named of each reason
+NAMED = 3  # files that a summary names for each reason
 
 
 @dataclass
@@ -31,8 +31,8 @@ class DocumentFolder:
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Returns how much was read and left out: the number of each reason and the first names, most frequent
-        first."""
+        """Returns how much was read and left out: for each reason, the most frequent first, the number of its files and
+        the names of the first ones."""
         lines = [f"documents   {self.files} ({self.duplicates} duplicate passages)"]
         if self.skipped:
             lines.append(f"skipped     {len(self.skipped)}, listed in {SKIPPED} of the index")
@@ -48,10 +48,10 @@ class DocumentFolder:
 
 
 def read_folder(folder: str | Path, settings: DocumentSettings) -> DocumentFolder:
-    """Returns the passages of a folder's documents, in the order of their names; a folder's files before its folders.
+    """Returns the passages of a folder's documents, in the order of their names; files come before subfolders.
 
-    A passage's id is the path of its file and a hash of its title and text: it stays as long as they do, whatever
-    else changes. One file is in memory beside the passages.
+    A passage's id is the path of its file and a hash of its title and text: it changes only if one of these does.
+    One file at a time is in memory beside the passages.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -84,7 +84,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> DocumentFolde
 def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
     """Yields the paths of files to read, relative to the folder and with slashes, in the same order on every machine.
 
-    Links are not followed: a file of the folder is read in its place, and other files do not belong to it.
+    Links are not followed: a target in the folder is read at its own place, and no other target belongs to the folder.
     """
 
     def unreadable(error: OSError) -> None:
@@ -135,7 +135,7 @@ def _passages(
     name: str,
     settings: DocumentSettings,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields the titles, heads and texts of a file's passages; none of a file that can be read in part only."""
+    """Yields the titles, heads and texts of a file's passages, once all of the file was read without error."""
     content: bytes | str = _content(root / name, settings.max_file_mib << 20)
     suffix = PurePosixPath(name).suffix.lower()
     if suffix not in BINARY:
@@ -156,7 +156,7 @@ def _passages(
 
 
 def _content(path: Path, limit: int) -> bytes:
-    """Returns the bytes of a file. Raises Unreadable if it is no file, empty, or larger than `limit` bytes."""
+    """Returns the bytes of a file. Raises Unreadable if it is no regular file, empty, or larger than `limit` bytes."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -164,7 +164,7 @@ def _content(path: Path, limit: int) -> bytes:
         if status.st_size > limit:
             raise Unreadable(f"larger than {limit >> 20} MiB", f"{status.st_size:,} bytes; --max-file-mib")
         with open(path, "rb") as file:
-            content = file.read(limit + 1)  # it may grow meanwhile
+            content = file.read(limit + 1)  # the file may have grown meanwhile
     except OSError as error:
         raise Unreadable("that cannot be read", error.strerror or str(error)) from error
     if not content.strip():

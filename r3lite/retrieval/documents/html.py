@@ -1,6 +1,6 @@
 """HTML: the text that a reader sees, without scripts, styles and navigation; a section for each heading.
 
-The package lxml reads tags and entities and closes what a page leaves open. It tells of elements one by one and builds
+The package lxml reads tags and entities and closes what a page leaves open. It reports elements one by one and builds
 no tree, so that a page's depth costs nothing. Which elements are separate from their neighbors is in the HTML
 standard's chapter on rendering.
 """
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import DocumentSection, under_headings
 
-# Ruby would stand between the ideographs that it is the pronunciation of; an annotation repeats a formula as TeX.
+# Ruby text is the pronunciation of ideographs and would stand between them; an annotation repeats a formula as TeX.
 INVISIBLE = {"script", "style", "template", "noscript", "noembed", "noframes", "datalist", "rp", "rt", "annotation"}
 WIDGETS = {"button", "select", "svg", "iframe", "canvas"}
 NAVIGATION = {"nav", "footer", "aside", "dialog"}
 LEFT_OUT = INVISIBLE | WIDGETS | NAVIGATION
 PREFORMATTED = {"pre", "listing", "xmp", "plaintext", "textarea"}
-# Between blank lines. Forms are not left out: some servers put all of a page into one.
+# Elements that stand between blank lines. Forms are not left out: some servers put all of a page into one.
 PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "hgroup", "search", "blockquote", "address", "center"}
 PARAGRAPHS |= {"table", "ul", "ol", "dl", "dir", "menu", "form", "fieldset", "details", "figure"}
 PARAGRAPHS |= PREFORMATTED | NAVIGATION
 LINES = {"li", "tr", "dt", "dd", "caption", "figcaption", "legend", "summary"}
-# Elements between blanks, at least: a paragraph in a heading is no more.
+# Elements that a blank at least separates from their neighbors. A paragraph in a heading gets no more than a blank.
 SEPARATE = {"td", "th"} | WIDGETS | PARAGRAPHS
 BREAKS = {"br", "hr"}
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -38,10 +38,10 @@ def read(text: str, name: str) -> Iterator[DocumentSection]:
     """
     with extra("documents", f"the HTML file {name}", "Or take the HTML files out of the folder."):
         from lxml import etree
-    # A browser makes breaks of these two ends even if nothing has begun; lxml does not tell of them.
+    # A browser makes breaks of these two end tags even without a start tag; lxml does not report them.
     text = BREAK_END.sub("<br>", PARAGRAPH_END.sub(r"\g<0> ", text))
     page = _Page()
-    parser = etree.HTMLParser(target=page, huge_tree=True)  # without it, long attributes are lost
+    parser = etree.HTMLParser(target=page, huge_tree=True)  # without huge_tree, long attributes are lost
     parser.feed(text)
     parser.close()
     return under_headings(page.lines, " ".join(page.title.split()))
@@ -54,10 +54,10 @@ class _Page:
         self.lines: list[str | tuple[int, str]] = []
         self.title = ""
         self.text: list[str] = []  # of the paragraph or heading that has begun
-        self.line_ended = False  # the text that follows in the paragraph begins a line
-        self.heading = 0  # its level, or 0
-        self.preformatted = 0  # such elements that are open
-        self.left_out = 0  # elements that are open, from the one that is left out
+        self.line_ended = False  # True if the next text of the paragraph begins a line
+        self.heading = 0  # level of the open heading; 0: none is open
+        self.preformatted = 0  # number of open elements of PREFORMATTED
+        self.left_out = 0  # number of open elements from the outermost one that is left out; 0: none is
         self.in_title = False
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:

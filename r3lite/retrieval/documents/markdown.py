@@ -15,8 +15,8 @@ LINE_END = re.compile(r"\r\n?|\n")  # those of CommonMark, by which its parser c
 
 
 def read(text: str, name: str) -> Iterator[DocumentSection]:
-    """Yields sections by headings. Front matter is left out, but for its title, which is that of the text before the
-    first heading.
+    """Yields sections by headings. Front matter is left out; its title becomes that of the text before the first
+    heading.
 
     Headings in lists and quotes are text: the text after such a list does not belong under them.
     """
@@ -41,7 +41,7 @@ def _parts(
 ) -> Iterator[str | tuple[int, str]]:
     """Yields the lines, headings among them as (level, text).
 
-    `headings` are (first line and the one after its last, level, text).
+    Each of `headings` is ((its first line, the line after its last), level, text).
     """
     place = 0
     for (start, end), level, text in headings:

@@ -28,7 +28,7 @@ def read(content: bytes, name: str) -> Iterator[DocumentSection]:
     """
     with extra("documents", f"the PDF {name}", "Or take the PDFs out of the folder."):
         import pypdf
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of each flaw that it can read over
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf logs each flaw that it can read over
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
@@ -56,9 +56,10 @@ def read(content: bytes, name: str) -> Iterator[DocumentSection]:
 def _whole_words(text: str) -> str:
     """Returns the text without line ends in words, and without the hyphens that stood there only for them.
 
-    Whether a hyphen belongs to its word, as in "multi-hop", nobody wrote down. The document's other lines decide if
-    the word is there in one of the two spellings. Else it belongs to the word if the word has another hyphen or a
-    digit, or no small letter behind it ("Jean-Paul", "20th-century"), or begins as compounds do.
+    A PDF does not say whether a hyphen belongs to its word, as in "multi-hop". The spelling that the document has more
+    often is taken. If it has both equally often, or neither, the hyphen belongs to the word if the word has another
+    hyphen or, before this one, a digit ("20th-century"), if no small letter follows ("Jean-Paul"), or if the word
+    begins as compounds do.
     """
     counts = Counter(WORD.findall(text.casefold()))
 

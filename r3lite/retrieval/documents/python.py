@@ -24,7 +24,7 @@ def read(text: str, name: str) -> Iterator[DocumentSection]:
     text = text.replace("\r\n", "\n").replace("\r", "\n")  # lines as Python counts them
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in other people's strings
+            warnings.simplefilter("ignore")  # warnings about escapes in other people's strings
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two at deep nesting
         yield DocumentSection(text)

@@ -58,14 +58,14 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _section(row: Any) -> DocumentSection:
-    """Returns the section of an object as a row with its keys as columns; of anything else as lines."""
+    """Returns the section of a value: an object is a row with its keys as columns, anything else becomes lines."""
     if isinstance(row, dict):
         return _of_columns(list(row.items()))
     return DocumentSection("\n".join(_lines(row)))
 
 
 def _of_columns(row: Row) -> DocumentSection:
-    """Returns the title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
+    """Returns the section of a row: its title, and its text or, without a text, a line `key: value` for each value."""
     lines = _texts(row, TEXTS)
     if not lines:
         lines = [line for key, value in row for line in _lines(value, key)]
@@ -75,7 +75,7 @@ def _of_columns(row: Row) -> DocumentSection:
 
 
 def _texts(row: Row, names: tuple[str, ...]) -> list[str]:
-    """Returns the values that are texts and not blank under the first of the names, in any case, that has one."""
+    """Returns the texts, not blank, of the columns with the first of `names` that has any, in any letter case."""
     for name in names:
         values = [value for key, value in row if key.strip().lower() == name]
         texts = [value for value in values if isinstance(value, str) and value.strip()]
@@ -85,7 +85,7 @@ def _texts(row: Row, names: tuple[str, ...]) -> list[str]:
 
 
 def _lines(value: Any, key: str = "") -> Iterator[str]:
-    """Yields a line for each value in a value, with the keys that lead to it."""
+    """Yields a line for each value inside a nested value, with the keys that lead to it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _lines(inner, f"{key}.{name}" if key else str(name))

@@ -20,7 +20,7 @@ class DocumentSection:
 
 
 class Unreadable(Exception):
-    """A document that is left out: the reason, in words that count equal cases together, and the details."""
+    """A document that is left out: the reason, in words that are the same for all such cases, and the details."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason, detail)
@@ -49,8 +49,8 @@ def under_headings(lines: Iterable[str | tuple[int, str]], title: str = "") -> I
 
 
 def without_soft_hyphens(text: str) -> str:
-    """Returns a text without soft hyphens, where a word may be split: nobody types them in a question.
+    """Returns a text without soft hyphens, which mark where a word may be split: nobody types them in a question.
 
-    If a line ends with one, the word goes on in the next.
+    If a line ends with one, its line end is removed, too, since the word goes on in the next line.
     """
     return SOFT_HYPHEN.sub("", text)

@@ -3,11 +3,11 @@
 reward      1 if the answer is right, else -beta KL(pi_teacher || pi)                    (section 4, the reward)
 advantages  GRPO's, (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
 loss        of an episode that succeeded, GRPO's: -min(ratio A, clip(ratio, 1 - low, 1 + high) A); beta of the reference
-            is 0. Of one that failed, in its place, at each of its tokens w sum_v p_v log(p_v / q_v), where p is the
-            teacher's distribution, q the policy's, both at temperature 1
+            is 0. The loss of an episode that failed is w sum_v p_v log(p_v / q_v) at each of its tokens instead, where
+            p is the teacher's distribution, q the policy's, both at temperature 1
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
 
-The paper takes its KL as a reward of PPO, found from the sampled tokens alone. Here it is the loss itself, whose
+The paper makes its KL a reward of PPO, found from the sampled tokens alone. Here the KL is the loss itself, whose
 gradient, q - p at the logits, needs no advantages. Of p the k likeliest tokens are known; all others count as one. An
 episode's tokens are those that the policy sampled or, with a cache of the teacher's, those of a right answer to the
 same question. The base is GRPO rather than PPO: its advantages are 0 in a group that failed as a whole, and a critic

@@ -5,8 +5,8 @@ advantages  GRPO's: (R_i - mean R) / (std R + eps)                              
 loss        -min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i)                                            (eq. 5)
 normalizer  mean over the episodes of the mini-batch
 
-The gradient of s_i is s_i times the mean of the gradients of log pi over the tokens. Its value needs all of an
-episode's log-probabilities, and the loss sees a chunk of tokens at a time, whose logits are then gone. So every token
+The gradient of s_i is s_i times the mean of the gradients of log pi over the tokens. The value of s_i needs all
+log-probabilities of an episode, but the loss sees a chunk of tokens at a time, whose logits are then gone. So a token
 gets the ratio s_i,t = sg[s_i] pi_t / sg[pi_t] (GSPO-token, eq. 14; sg stops the gradient), which has the value of s_i
 and s_i times the gradient of its own log pi: with GRPO's normalizer, the mean over an episode's tokens, the values and
 the gradients add up to those of eq. 5. sg[s_i] is found first, from the hidden states that the loss then uses: the

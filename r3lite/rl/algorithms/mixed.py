@@ -29,7 +29,7 @@ class Mixed(Grpo):
         off_policy = actions.off_policy
         if off_policy is None:
             return super().loss(actions, logprobs, entropy)
-        # GRPO's loss gets ratio 1 at off-policy tokens, whose exponentials could overflow to a nan in the gradient.
+        # GRPO's loss gets ratio 1 at off-policy tokens: their own ratios could overflow, to a nan in the gradient.
         safe_logprobs = torch.where(off_policy, actions.old_logprobs, logprobs)
         clipped_loss, metrics = super().loss(actions, safe_logprobs, entropy)
         log_ratios = logprobs - actions.old_logprobs
