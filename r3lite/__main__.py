@@ -14,7 +14,7 @@ from r3lite.core.errors import nearest
 
 
 def summary(name: str) -> str:
-    """Returns the first line of a command's file, which is read, not imported, so that the list is quick."""
+    """Returns the first line of a command's module docstring. Reads the file instead of importing it, to be quick."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

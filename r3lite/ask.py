@@ -43,7 +43,7 @@ def ask(config: AskConfig) -> None:
             session.ask(line)
         except KeyboardInterrupt:
             print("\nstopped; press Ctrl-C again to exit", file=sys.stderr)
-        except (R3LiteError, UsageError) as error:  # about this question, such as one that is too long
+        except (R3LiteError, UsageError) as error:  # concerns this question alone, such as one that is too long
             print(f"\n{error}", file=sys.stderr)
 
 
@@ -51,8 +51,8 @@ def lines(as_json: bool) -> Iterator[str]:
     """Yields questions that are typed, or piped, up to an empty line or the end of the input."""
     from r3lite.core.terminal import printable
 
-    with contextlib.suppress(ImportError):  # Windows has none, but a history of its own
-        import readline  # noqa: F401  (input() has its history then)
+    with contextlib.suppress(ImportError):  # Windows has no readline, but its console keeps a history
+        import readline  # noqa: F401  (once imported, it gives input() a history)
     typed = sys.stdin.isatty()
     if typed:
         print("Type a question and press Enter. An empty line ends.", file=sys.stderr)

@@ -90,7 +90,7 @@ def write_trajectories(config: CollectConfig) -> None:
 
 
 def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3LiteError:
-    """Returns the error of a run that kept nothing: the most frequent reasons, and what leads on."""
+    """Returns the error of a run that kept nothing: the most frequent reasons, and what to do next."""
     reasons = [f"{reason} ({count})" for reason, count in tally.rejected.most_common(3)]
     cause = "no trajectory was kept"
     if reasons:
@@ -123,10 +123,10 @@ def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
 
 
 def first_demonstrations(config: CollectConfig, shared: list[str]) -> list[list[str]]:
-    """Returns the commands that make demonstrations and train on them, without a key.
+    """Returns the commands that make demonstrations without an API key, and train on them.
 
-    They are made from the user's passages, if there are any, else from the reasoning steps of the questions, if
-    --source gold was not tried, else from those of a public data set.
+    The demonstrations are made from the user's passages, if there are any, else from the reasoning steps of the user's
+    questions, unless --source gold was tried, else from the reasoning steps of a public data set.
     """
     output = ["--output", "demonstrations.jsonl"]
     if config.retrieval.index or config.retrieval.corpus:

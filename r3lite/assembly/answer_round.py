@@ -1,8 +1,8 @@
-"""The episodes of a round of --learn answer: several ends of one context, of which only the last turn is learned.
+"""The episodes of a round of --learn answer: several ends of each context. Only the last turn of an end is learned.
 
-A context is an episode up to its last turn, if its documents have every gold paragraph. Its ends differ by how they
-read the same documents, so that the luck of retrieval is not in their rewards. Training on reading alone is reported to
-help in arXiv 2505.13258 and 2503.12759.
+A context is an episode up to its last turn, if the documents of the episode have every gold paragraph. The ends of a
+context differ by how they read the same documents, so that the luck of retrieval is not in their rewards. Training on
+reading alone is reported to help in arXiv 2505.13258 and 2503.12759.
 """
 
 import math
@@ -23,26 +23,26 @@ from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
 from r3lite.settings.rl import UNPAID_FOR_ANSWERS
 
-DRAWS_PER_CONTEXT = 4  # a round draws at most so many questions for each context that it needs
-LEAST_DRAWS = 64  # while a round has no context, it may draw at least so many questions in all
+DRAWS_PER_CONTEXT = 4  # a round draws at most this many questions for each context that it needs
+LEAST_DRAWS = 64  # while a round has no context, its limit is at least this many questions in all
 
 
 @dataclass(frozen=True)
 class AnswerRound(Round):
-    """The ends of a round's contexts. Groups without variance are left out: nothing can be learned from them."""
+    """The ends of a round's contexts. Groups without variance are not learned from: they have nothing to teach."""
 
     drawn: list[Sequence] = field(default_factory=list)  # the whole episodes; some of them are contexts
 
     @property
     def token_count(self) -> int:
-        """The number of tokens of the whole episodes, and of those that the ends wrote."""
+        """The number of tokens of the whole episodes, plus the tokens that the ends wrote."""
         end_tokens = sum(sum(end.action_mask) for end in self.sequences)
         return end_tokens + sum(len(episode.tokens) for episode in self.drawn)
 
     def metrics(self) -> dict[str, float | None]:
         """Returns means over the ends and over the whole episodes.
 
-        `searches` is of the whole episodes: an end has none of its own.
+        `searches` counts those of the whole episodes, since an end makes no search.
         """
         episodes = [sequence.episode() for sequence in self.drawn]
         return super().metrics() | {
@@ -57,7 +57,7 @@ class AnswerRound(Round):
 class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
-    engine: Engine  # a remote one cannot end an episode again
+    engine: Engine  # in this process: a remote engine has no `end_again`
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,8 +92,8 @@ class AnswerSampler(RoundSampler):
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
         """Returns whole episodes, and those of them that are contexts: --batch-size, or fewer if no more may be drawn.
 
-        Questions are drawn several times, each time as many as are needed at the share of contexts so far: episodes
-        that are sampled together take hardly longer than one.
+        Draws questions in batches: each batch has as many as yield the missing contexts, if the share of contexts
+        stays as it is so far. Episodes that are sampled together take hardly longer than one.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
@@ -132,7 +132,7 @@ class AnswerSampler(RoundSampler):
 
 
 def is_context(sequence: Sequence) -> bool:
-    """Returns whether every gold paragraph is among the documents of an episode, as they were cut to fit."""
+    """Returns whether the documents of an episode, as they were cut to fit, have every gold paragraph."""
     return sequence.failure is None and sequence.episode().recall == 1.0
 
 
@@ -173,7 +173,7 @@ def check(config: PpoConfig) -> None:
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:
-    """Returns whether an algorithm compares the episodes of a group, and learns from these alone."""
+    """Returns whether an algorithm compares the episodes of a group, and learns from nothing else."""
     learns_off_policy = algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
     return algorithm.has_groups and not algorithm.has_critic and not learns_off_policy
 

@@ -30,7 +30,7 @@ from r3lite.settings import (
 )
 from r3lite.training.earlier_run import result_of_run
 
-QUESTIONS_OF_DRY_RUN = 1000  # without --limit: a dry run does not count the questions
+QUESTIONS_OF_DRY_RUN = 1000  # is assumed without --limit, since a dry run does not count the questions
 
 
 def build_engine(
@@ -97,16 +97,20 @@ def plan_memory(
 
 
 def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retrieve, Finder | None]:
-    """Returns the retriever of the settings, which must do without questions of a data set, and the finder of
-    procedures, if there are any."""
+    """Returns the retriever of the settings, and the finder of procedures; None if there are no procedures.
+
+    The retriever must not need the questions of a data set.
+    """
     setup = check_retriever(config, gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)
 
 
 def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
-    """Returns what the retriever of the settings is built from; raises UsageError if it needs a data set, or an
-    index."""
+    """Returns what the retriever of the settings is built from.
+
+    Raises UsageError if the retriever needs the questions of a data set, or an index that is not given.
+    """
     settings = config.retrieval
     protocol = build_protocol(config.protocol)
     if not protocol.can_search:
@@ -125,8 +129,11 @@ def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
 
 
 def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
-    """Returns whether the model answers in steps: as --steps says, or if r3lite has trained it or its adapter, as far
-    as its run folder or its export says."""
+    """Returns whether the model answers in steps, as --steps says.
+
+    With --steps auto it does if r3lite has trained the model or its adapter, as far as the run folder or the export
+    tells.
+    """
     if config.answers.steps != "auto":
         return config.answers.steps == "on"
     if result_of_run(config.model.model, config.model.adapter) is not None:
@@ -135,7 +142,7 @@ def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
 
 
 def plain_baseline(config: AskConfig | ServeConfig) -> str:
-    """Returns the baseline whose prompt is an ordinary chat: with documents, unless nothing can be searched."""
+    """Returns the baseline that asks in an ordinary chat: rag, with documents, or closed-book without a search."""
     if config.retrieval.retriever == "none" or not build_protocol(config.protocol).can_search:
         return "closed-book"
     return "rag"
@@ -144,7 +151,7 @@ def plain_baseline(config: AskConfig | ServeConfig) -> str:
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:
     """Returns why an episode has no answer: the faults of its last step, in the words of the protocol's `faults`.
 
-    Without a fault it is the length limit.
+    A last step without faults was stopped by the length limit.
     """
     problems = []
     if episode.steps:

@@ -1,6 +1,6 @@
 """Answers several people at once: modes and adapters on one model, and what is reported of an answer as it grows.
 
-Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `serving/` as what answers. Used by serve.
+Sets up the lanes of `rollout/lanes.py` as the settings say; the server in `serving/` has them answer. Used by serve.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ PLAIN = "plain"  # the layout of a chat, with an adapter that has not learned st
 RAG = "rag"  # the layout of one search and a short answer, with an adapter that has not learned steps
 BASE = "base"  # the name of the bare base among the adapters
 EXAMPLES = 3  # questions that the page offers
-ROWS = 32  # answers sampled at a time, if the memory allows it and nothing else is said
+ROWS = 32  # answers sampled at a time, if the memory allows it and --rollout-batch-size is not set
 
 
 def adapters_of(config: ServeConfig) -> dict[str, str | None]:
@@ -77,8 +77,10 @@ def _name_of(folder: Path) -> str:
 
 
 def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str]:
-    """Returns the names of the adapters that answer in steps: r3lite has trained every adapter to do so, but perhaps
-    not the base."""
+    """Returns the names of the adapters that answer in steps: none with --steps off, else all adapters.
+
+    The bare base is among them only if `answers_in_steps` says so.
+    """
     if config.answers.steps == "off":
         return set()
     bare = replace(config, model=replace(config.model, adapter=None))
@@ -87,8 +89,10 @@ def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str
 
 
 def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> dict[str, str]:
-    """Returns the name of the adapter of each mode; search only if there is something to search, and reasoning only if
-    its adapter answers in steps."""
+    """Returns the name of the adapter of each mode.
+
+    Mode search is left out if there is nothing to search, and reasoning if its adapter does not answer in steps.
+    """
     names = list(adapters)
     in_steps = adapters_in_steps(config, adapters)
     candidates = [name for name in names if name in in_steps] or names
@@ -115,8 +119,8 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
 def plan_lanes(config: ServeConfig) -> Plan:
     """Returns the memory plan of answering ROWS questions at a time with all adapters.
 
-    Every adapter counts with the highest rank and the projections of any, so adapters of several shapes take less. A
-    request may set its own temperature, top-k and top-p.
+    Every adapter counts with the highest rank of all and with the projections of all, so adapters of different shapes
+    take less. The plan allows for requests that set their own temperature, top-k and top-p.
     """
     names = adapters_of(config)
     folders = [folder for folder in names.values() if folder]
@@ -137,7 +141,7 @@ def plan_lanes(config: ServeConfig) -> Plan:
 
 
 def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
-    """Returns the layout of every mode, and those of chats without steps."""
+    """Returns the layout of every mode by its name, and PLAIN and RAG for adapters that have not learned steps."""
     plain = OPENINGS[plain_baseline(config)]
     layouts = {
         PLAIN: Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths),
@@ -148,7 +152,7 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
             opening=plain,
         ),
     }
-    # In chat the answer is forced at once. In a mode that does not retrieve, it is forced at the first query.
+    # In chat the answer is forced at once. In a mode that does not retrieve, the answer is forced at the first query.
     for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
         max_hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
         layouts[mode] = Layout(
@@ -167,7 +171,7 @@ def examples_of(config: ServeConfig, folders: Collection[str | None]) -> list[st
     for folder in reversed(list(folders)):
         data = settings_of(folder).get("data") if folder else None
         if isinstance(data, str) and Path(data).is_file():
-            with contextlib.suppress(R3LiteError):  # conversations, or a file that has changed
+            with contextlib.suppress(R3LiteError):  # the file has conversations, or has changed since
                 return [question.text for question in read_questions(data, EXAMPLES)]
     return []
 
@@ -222,7 +226,7 @@ class LiveAnswers:
             "examples": examples_of(config, folders.values()),
         }
         self.numbers = itertools.count()  # of the asks
-        self.growing: dict[int, Growing] = {}  # by the id of its sequence
+        self.growing: dict[int, Growing] = {}  # the unfinished answers, by the id() of their sequences
         self.lanes = self._lanes()
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Growing:
@@ -234,7 +238,7 @@ class LiveAnswers:
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
         question = Question(id=f"{number}", text=ask.text, answers=(), source=layout_name)
         if self.finder:
-            question = self.finder.before(question)  # adds the procedure that stands before it
+            question = self.finder.before(question)  # adds the procedure that fits the question
         sequence = Visitor(
             replace(question, earlier=self._earlier(ask, layout_name, question.procedure)),
             stream=Uniforms(seed),
@@ -262,10 +266,10 @@ class LiveAnswers:
         sequence.listener.step(sequence)
 
     def warm_up(self) -> None:
-        """Answers with every adapter as many questions as it has rows, with at most 1, 2, 3, ... tokens: one ends after
-        each iteration, so that passes over every number of rows are run.
+        """Answers, with every adapter, a question for each of its rows, limited to 1, 2, 3, ... tokens.
 
-        What a device prepares for a size takes time, and memory: it is done here, before someone waits.
+        One answer ends after each iteration, so that passes over every number of rows are run. What a device prepares
+        for each number takes time and memory: it is prepared here, before anyone waits for an answer.
         """
         for adapter in self.adapters:
             mode = "reasoning" if adapter in self.in_steps else "chat"
@@ -311,8 +315,8 @@ class LiveAnswers:
     def learned_modes(self) -> list[str]:
         """The modes that `auto` chooses from.
 
-        Reasoning is left out if the server can search, but not in this mode: its adapter has learned to search, and
-        would guess.
+        Reasoning is left out if the server can search but this mode does not retrieve: its adapter has learned to
+        search, and without documents it would guess.
         """
         if not self._reasons_as_learned():
             return [mode for mode in self.modes if mode != "reasoning"]
@@ -324,7 +328,7 @@ class LiveAnswers:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What a person should know who chooses a mode, by mode."""
+        """What a person who chooses a mode should know, by mode."""
         notes = {}
         adapter = self.modes["chat"]
         if self._layout(Ask("", "chat", adapter)) != PLAIN:
@@ -372,10 +376,10 @@ class LiveAnswers:
         return Sampler(temperature, top_k, top_p)
 
     def _earlier(self, ask: Ask, layout_name: str, procedure: str) -> tuple[Message, ...]:
-        """Returns the earlier messages that are given to the model: the last ones, which leave half of an episode free.
+        """Returns the earlier messages for the model: the last ones whose prompt takes at most half of an episode.
 
         If some are left out, the conversation begins with a message of the user, as chat templates expect.
-        A step format has its own system message; one of the client's is for plain chats.
+        A system message of the client is used in plain chats only: a step format has its own.
         """
         layout = self.layouts[layout_name]
         system: tuple[Message, ...] = ()

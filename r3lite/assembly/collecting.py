@@ -36,7 +36,10 @@ from r3lite.settings import CollectConfig
 
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
-    """Adds to the file what the source has of the questions, and returns the counts; an earlier run is continued."""
+    """Adds to `output` the trajectories that the source has for the questions, and returns the counts.
+
+    `earlier` has the records of an earlier run, which is continued.
+    """
     replies = Path(f"{output}.cache")
     sweep(output, config_of(output), rejections_of(output), replies)
     if config.collect.source == "documents":
@@ -102,8 +105,10 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
 
 
 def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
-    """Makes questions from the passages of --index or --corpus, and writes them beside the file, those to train on with
-    their demonstrations in it; returns the counts."""
+    """Makes questions from the passages of --index or --corpus, and writes them to files beside `output`.
+
+    Writes the demonstrations of the questions to train on to `output`, and returns the counts.
+    """
     seed = config.common.seed
     setup = Setup(
         config.retrieval,
@@ -160,7 +165,7 @@ def collect_from_model(
 
 
 def begin_or_continue(config: CollectConfig, protocol: Protocol, output: Path, earlier: Earlier) -> None:
-    """Writes the settings of a new run beside its file, or checks that those of an earlier one are the same."""
+    """Writes the settings of a new run beside `output`, or checks that an earlier run had the same."""
     go_on(
         output,
         earlier=earlier,

@@ -30,7 +30,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     """Writes predictions.jsonl and then scores.json, and prints the scores."""
     setup = read_setup(config)
     questions = setup.questions
-    # Before the long part, so that a missing key shows at once.
+    # The judge is made before the long part, so that a missing key shows at once.
     judge = build_judge(
         config.judge,
         output=output,
@@ -52,7 +52,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         questions = [finder.before(question) for question in questions]
         matched = sum(bool(question.procedure) for question in questions)
         print(f"{matched} of {len(questions)} questions have a matching procedure")
-    # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
+    # From here on the folder is this evaluation's: after a kill, only the same evaluation may start there again.
     sweep(output)
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
@@ -101,8 +101,10 @@ def write_predictions(output: Path, episodes: list[Episode], marks: list[Marks])
 
 
 def judged(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:
-    """Returns the marks of an episode with what a judge says, if it does, of its answer, its analyses and, if it asks,
-    its queries."""
+    """Returns the marks of an episode with a judge's verdict on its answer, its analyses and its queries.
+
+    Without a verdict, the marks stay as they are.
+    """
     if not verdict:
         return marks
     means = {}

@@ -34,10 +34,11 @@ REREAD = "written"  # the name of the adapter that is read back
 
 
 def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
-    """Merges if there is an adapter, writes, reads back; prints what is written and how the logits differ.
+    """Writes the export and reads it back; prints what is written and how the logits differ.
 
-    All is written beside `output` and takes its place when it is complete. Nothing does if another program would make
-    another prompt of it than the training had.
+    The forms `folder` and `gguf` have the adapter merged into the base. All files are written beside `output` and take
+    its place when they are complete, but not if another program would make another prompt of them than the training
+    had.
     """
     folder = weights.resolve_folder(settings.model)
     for adapter in settings.adapters:
@@ -85,7 +86,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         )
         write_text(unfinished / CARD, text)
         if place.exists():
-            place.rmdir()  # empty; Windows renames onto nothing
+            place.rmdir()  # an empty folder: Windows renames onto nothing that exists
         move(unfinished, place)
     finally:
         shutil.rmtree(unfinished.parent, ignore_errors=True)
@@ -109,7 +110,7 @@ def read_prompts(settings: ExportSettings, layout: Layout) -> list[list[int]]:
 
 
 def facts_of(settings: ExportSettings, run: dict[str, Any], trained: bool, scores: dict) -> Facts:
-    """Returns what the card says of an export; `run`: the settings of the run that `trained` it."""
+    """Returns what the card says of an export. `run` has the settings of the runs that `trained` it, if any did."""
     base, on_hub = weights.public_name(settings.model)
     return Facts(
         base=base,
@@ -255,7 +256,7 @@ def in_folder(
     if kind != "nf4":
         max_shard = budget_bytes(settings.max_shard_size, "--max-shard-size")
         for path, layer in list(model.named_modules()):
-            if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
+            if isinstance(layer, Nf4Linear):  # it has no adapter; `to` would round its absmax, too
                 model.set_submodule(path, layer.dense())
         saving.save_merged(
             model.to(DTYPES[kind]),
@@ -266,7 +267,7 @@ def in_folder(
         )
         return weights.load_model(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
-        dense = Path(parent) / "dense"  # as weights are quantized while they are read
+        dense = Path(parent) / "dense"  # on disk, since weights are quantized while they are read
         saving.save_merged(model, source, dense, changes=changes)
         quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
         saving.save_nf4(quantized, dense, output)

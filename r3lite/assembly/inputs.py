@@ -19,7 +19,7 @@ from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSet
 
 def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
     """Returns the fingerprint of the adapter that the run starts from, which is also the reference of a KL
-    divergence; nothing without one."""
+    divergence; empty without --adapter."""
     if not model.adapter:
         return {}
     folder = adapter_folder(model.adapter)
@@ -42,8 +42,8 @@ def fingerprints_of_rl(
 
 
 def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
-    """Returns the fingerprints of all inputs of a run of `collect` that may be continued, but for the questions, of
-    which there may be more."""
+    """Returns the fingerprints of all inputs of a run of `collect` that may be continued, except the questions: a
+    later run may have more."""
     fingerprints = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
     if config.collect.source == "self":
         fingerprints |= of_model("the model of --model", config.model.model) | fingerprint_of_adapter(config.model)
@@ -51,7 +51,7 @@ def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dic
 
 
 def of_prompts(settings: ProtocolSettings, protocols: Mapping[str, Protocol]) -> dict[str, str]:
-    """Returns the fingerprints of the prompt files of all formats, and of the file of a user's own format."""
+    """Returns the fingerprint of the prompts of all formats, and that of the file of a user's own format."""
     texts = []
     for name, protocol in sorted(protocols.items()):
         texts.append((name, protocol.system, protocol.init_prompt, getattr(protocol, "step_prompt", None)))

@@ -1,9 +1,9 @@
 """A model on this device that is asked what remote models are asked: the same requests, replies, cache and caps; used
 by evaluate, ppo and tune_prompt.
 
-It is loaded whenever there is something to ask, beside the run's own model, and dropped then, as the memory plan of the
-run counts it (`memory.work.JudgeWork`). So its weights cost memory only while it replies, and loading them costs
-some seconds each time.
+The model is loaded beside the run's own model whenever there is something to ask, and dropped after its replies; the
+memory plan of the run counts it so (`memory.work.JudgeWork`). Its weights cost memory only while it replies, but
+loading them costs some seconds each time.
 """
 
 import functools
@@ -36,9 +36,10 @@ this JSON schema:
 
 
 def client_maker(model: ModelSettings, memory: MemorySettings) -> Callable[[JudgeSettings, Path], CachingClient]:
-    """Returns a function that makes the client that --judge names, of its settings and the folder of its cache.
+    """Returns a function that makes the client that --judge names, from its settings and the folder of its cache.
 
-    A local one runs on the device and in the dtype of the run's `model`, which it also is if none is named.
+    A local client runs on the device and in the dtype of the run's `model`. If --judge-model names none, it asks that
+    model.
     """
 
     def make(settings: JudgeSettings, cache: Path) -> CachingClient:
@@ -55,7 +56,10 @@ def client_maker(model: ModelSettings, memory: MemorySettings) -> Callable[[Judg
 
 
 class LocalClient(CachingClient):
-    """Asks the model of a folder. Replies are greedy, or at --judge-temperature, each from a stream of its own."""
+    """Asks the model of a folder.
+
+    Replies are greedy, or sampled at --judge-temperature, each from a random stream of its own.
+    """
 
     def __init__(self, settings: JudgeSettings, cache: Path | None, model: ModelSettings, memory: MemorySettings):
         super().__init__(settings, cache, Budget(settings.judge_max_calls))
@@ -80,7 +84,7 @@ class LocalClient(CachingClient):
         }
 
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
-        """Asks those that can be asked together; those that cannot come last: `take` may raise at one."""
+        """Asks all answerable requests together. Refused requests come last, since `take` may raise at one of them."""
         answerable: dict[str, Request] = {}
         refusals: dict[str, Reply] = {}
         for key, request in requests.items():
@@ -95,7 +99,7 @@ class LocalClient(CachingClient):
             take(key, self._count_and_store(key, refusal))
 
     def _refusal(self, request: Request) -> Reply | None:
-        """Returns why a request cannot be asked, if it cannot; else it counts as asked."""
+        """Returns why a request cannot be asked; None if it can, which then counts it as asked."""
         question = as_question(request)
         prompt_tokens = len(self.tokenizer.open_chat(question.text, None, question.earlier))
         output_tokens = request.max_output_tokens
@@ -144,8 +148,8 @@ class LocalClient(CachingClient):
         )
 
     def _reply(self, sequence: Sequence, request: Request) -> Reply:
-        """Returns a finished sequence as a reply. It may have as many tokens as its own request allows, whatever the
-        limits of the requests beside it."""
+        """Returns a finished sequence as a reply. Its limit is that of its own request, whatever the requests
+        beside it allow."""
         output_tokens = sum(sequence.action_mask)
         self._counts["output_tokens"] += output_tokens
         if sequence.finish == CUT_OFF or output_tokens > request.max_output_tokens:

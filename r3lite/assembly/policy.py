@@ -54,10 +54,10 @@ class Training:
     lora: LoraSettings  # shape of the adapter, if --adapter names none to start from
     optimizer: OptimizerSettings
     seed: int
-    set_by_user: Collection[str] = ()  # names of settings; those of `lora` must be the adapter's, too
+    set_by_user: Collection[str] = ()  # names of settings; values of `lora` among them must equal those of --adapter
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
     critic_learning_rate: float | None = None  # None: no critic
-    ranks: Ranks = ALONE  # which train it together
+    ranks: Ranks = ALONE  # the processes that train together
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Policy:
         (`assembly/inputs.py`).
         """
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
-        if self.precision.device.type == "cuda":  # where it is what peak_memory_mib measures
+        if self.precision.device.type == "cuda":  # there peak_memory_mib measures what is planned
             facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
 
         def save_adapter(folder: Path) -> None:
@@ -117,9 +117,9 @@ def load_policy(
     plan: Plan,
     training: Training | None = None,
 ) -> Policy:
-    """Returns the model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one.
+    """Returns the model of a folder with the adapter of --adapter, or else with a fresh one if an adapter is trained.
 
-    Of the plans of several ranks, all follow that of the smallest budget.
+    Several ranks all follow the plan of the rank with the smallest budget.
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
@@ -185,7 +185,10 @@ def _train_adapter(
     training: Training,
     start: str | None,
 ) -> Policy:
-    """Returns a policy whose adapter is trained; the reference is the adapter `start` that the run starts from."""
+    """Returns a policy whose adapter is trained. `start` is the adapter that the run starts from, if any.
+
+    With `keep_reference`, `start` is loaded a second time as the reference.
+    """
     reference = None
     if training.keep_reference and start:
         lora.load_adapter(model, REFERENCE, start, trainable=False)
@@ -217,7 +220,7 @@ def _train_all(
     training: Training,
     folder: Path,
 ) -> Policy:
-    """Returns a policy of which all weights are trained: each layer's are changed within the backward pass."""
+    """Returns a policy that trains all weights: those of each layer are changed within the backward pass."""
     if training.ranks.size > 1:
         cause = f"--no-lora trains in one process, but torchrun started {training.ranks.size}"
         raise R3LiteError(cause, "Start it without torchrun, or remove --no-lora.", code="no-lora-processes")
@@ -283,7 +286,7 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
-    """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
+    """Refuses the adapter of another base. If its base is not recorded, only its shapes can tell: it is accepted."""
     name, trained_on = lora.read_base(settings.adapter)
     folder = adapter_folder(settings.adapter)
     if folder.parent.parent == Path(settings.adapter):
@@ -323,7 +326,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         return
     trained_settings = {name: recorded.get(name, value) for name, value in settings.items()}
     trained_settings["sources"] = recorded.get("sources")
-    if "thinking" in settings:  # auto is off where thoughts can be switched
+    if "thinking" in settings:  # `auto` means `off` where thoughts can be switched
         settings["thinking"] = settings["thinking"].replace("off", "auto")
         trained_settings["thinking"] = trained_settings["thinking"].replace("off", "auto")
     differences = []
@@ -363,7 +366,7 @@ def _check_shape(
     training: Training,
     model: ModelConfig,
 ) -> None:
-    """Refuses settings of a fresh adapter that the user gave beside an adapter of the model of another shape."""
+    """Refuses settings of a fresh adapter that the user has set and that differ from those of `adapter`."""
     config = lora.read_adapter_config(adapter)
     shape = {
         "lora_r": config.r,
@@ -418,7 +421,7 @@ def load_frozen(
     cache: str | None,
     streamed: bool = False,
 ) -> CausalLM:
-    """Returns the model of a folder, dense or in NF4, with all its layers on the device or with two of them.
+    """Returns the model of a folder, dense or in NF4, with all its layers on the device or, if `streamed`, two of them.
 
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
     """
@@ -446,7 +449,7 @@ def _load(
     model = weights.load_model(folder, dtype, device, quantize=True, streamed=streamed)
     try:
         with sole_writer(cached, folder=False):
-            sweep(cached)  # of a kill: as large as the weights
+            sweep(cached)  # what a kill left is as large as the weights
             saving.save_nf4(model, folder, cached)
         size = f"{size_of(cached) / 1e6:,.0f} MB"
         print(f"cached the quantized weights in {cached}: {size}; to remove: {CLEAR}", file=sys.stderr)

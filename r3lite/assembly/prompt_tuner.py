@@ -113,7 +113,7 @@ class PromptTuner:
         self.critic = Critic(self.config.tuning.improve, self.engine.layout.protocol)
 
     def run(self) -> None:
-        """Takes the remaining rounds, or as far as the caps on calls allow; then the best prompt is written."""
+        """Takes the remaining rounds, as far as the caps on calls allow; writes the best prompt after each."""
         total = self.config.tuning.rounds
         for number in range(len(self.history.rounds), total + 1):
             title = f"round {number} of {total}"
@@ -142,7 +142,7 @@ class PromptTuner:
         return lines
 
     def branch_out(self, number: int, title: str) -> None:
-        """Adds a round's new prompts to the history: those of the beam are tried, criticized and edited."""
+        """Tries the prompts of the beam, has them criticized and edited, and adds the new prompts to the history."""
         tuning = self.config.tuning
         for parent, branches in self.history.open_branches(number, tuning.beam, tuning.branch):
             name = f"{title}, prompt {parent.id}"
@@ -180,7 +180,7 @@ class PromptTuner:
                 return
 
     def failures(self, parent: Candidate, number: int, title: str) -> list[Episode]:
-        """Returns the episodes of this round's questions that end without a right answer with a prompt."""
+        """Answers this round's questions with the prompt of `parent`; returns the episodes without a right answer."""
         draw = random.Random(f"{self.config.common.seed}/tune/{number}")
         questions = self.sampled.questions
         drawn = draw.sample(questions, min(self.config.tuning.sampled_questions, len(questions)))
@@ -243,7 +243,7 @@ class PromptTuner:
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
-        """Takes a new prompt into the history under the next number; one that is no prompt is rejected there."""
+        """Adds a new prompt to the history under the next number; an unusable prompt is marked there as rejected."""
         id = len(self.history.candidates)
         fault = FAILURES[edit.failure] if edit.failure else self.fault_of(candidate.prompt, id)
         if fault:
@@ -251,7 +251,7 @@ class PromptTuner:
         self.history.add(replace(candidate, id=id, rejected=fault or ""))
 
     def fault_of(self, prompt: str, id: int) -> str | None:
-        """Returns why a new prompt, which would have that number, is not scored; None if it is."""
+        """Returns why a new prompt, whose number would be `id`, is not scored; None if it is to be scored."""
         problem = unfit(prompt, self.history.candidates[0].prompt)
         if problem:
             return problem
@@ -266,7 +266,7 @@ class PromptTuner:
         return None
 
     def with_prompt(self, prompt: str, id: int) -> Protocol:
-        """Returns the protocol with a prompt, which is written to the file of its number."""
+        """Returns the protocol with a prompt; writes the prompt to the file of its number."""
         path = self.output / CANDIDATES / f"{id}.txt"
         write_text(path, f"{prompt}\n")
         return build_protocol(replace(self.config.protocol, **{self.config.tuning.improve: str(path)}))
@@ -289,9 +289,9 @@ class PromptTuner:
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
-        """Scores a prompt; what the model said with it is in a file as `evaluate` writes it.
+        """Scores a prompt by its episodes, which it writes to a file as `evaluate` does.
 
-        If the file is there, the run was killed before the score was in the history.
+        If the file is there already, an earlier run was killed before the score was in the history: it is used again.
         """
         name = f"{title}, prompt {candidate.id}"
         file = self.predictions_of(candidate)
@@ -317,7 +317,7 @@ class PromptTuner:
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
-        """Ends a round: how much better the best prompt is than the one before it, by paired bootstrap."""
+        """Ends a round: records how much the best prompt gains over that of the round before, by paired bootstrap."""
         previous_best = self.history.rounds[-1].best if number else 0
         best = self.history.best.id
         comparison = compare(

@@ -31,7 +31,7 @@ from r3lite.training.state import TrainState
 
 
 def add_values(learner: Learner, sequences: list[Sequence]) -> None:
-    """Gives episodes the values of the critic, which did not run when they were sampled."""
+    """Gives episodes the values of the critic, which the servers do not run when they sample."""
     batch = Batch.of([Rollout(sequence, token_rewards=[], group=0) for sequence in sequences])
     values = learner.grant.run_within_memory("update", state_values, learner, batch)
     for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
@@ -51,7 +51,7 @@ def state_values(learner: Learner, batch: Batch) -> torch.Tensor:
 
 
 def check(config: PpoConfig) -> None:
-    """Refuses settings beside which --max-staleness 1 would not be what it says."""
+    """Refuses settings that do not work with --max-staleness 1."""
     rl = config.rl
     if not config.remote.max_staleness:
         return
@@ -93,7 +93,7 @@ def build_remote_sampler(
     setup: Setup,
     output: Path,
 ) -> RoundSampler:
-    """Returns a sampler of the same rounds on the servers of the settings, in place of the `local` engine."""
+    """Returns a sampler of the same rounds that samples on the servers of the settings, not in the `local` engine."""
     config = sampler.config
     facts = facts_of(
         config,
@@ -126,7 +126,7 @@ def _server(
     local: Engine,
     output: Path,
 ) -> RolloutWorker | VllmServer:
-    """Asks a server what it is; raises R3LiteError if it is neither a rollout worker nor vLLM."""
+    """Asks a server what it is and returns its client; R3LiteError if it is neither a rollout worker nor vLLM."""
     link = Link(
         url.rstrip("/"),
         remedy=REMEDY,

@@ -80,11 +80,11 @@ def usable_traces(
     layout: Layout,
     judge: Judge | None,
 ) -> dict[str, Rollout]:
-    """Returns the trace with the highest reward of each question that has one, by the question's id; prints how many
+    """Returns, by the id of each question that has usable traces, the one with the highest reward; prints how many
     are left out.
 
-    A trace belongs to the questions with its text, and gets the reward that an episode of theirs would get. Its
-    log-probabilities are 0: the teacher's probability is taken to be 1. `group` is yet to be set.
+    A trace belongs to every question with its text, and is rewarded as an episode of this question would be. Its
+    log-probabilities are 0: the teacher's probability is taken to be 1. Its `group` is set when a round takes it.
     """
     matched = _matched_traces(traces, questions, layout)
     fitting = [match for match in matched if match.row is not None]

@@ -1,7 +1,7 @@
 """Warns if the questions of RL are not of natural difficulty for the adapter to start from.
 
-It answers the questions of its demonstrations from memory, and the questions that `collect` rejected are mostly those
-that no search answers: neither teaches it to search.
+The adapter answers the questions of its demonstrations from memory, and most questions that `collect` rejected are
+answered by no search: neither kind teaches the adapter to search.
 """
 
 import sys
@@ -13,7 +13,7 @@ from r3lite.datasets.collected import rejected_ids
 from r3lite.settings import PpoConfig
 from r3lite.training.earlier_run import demonstrated, question_hash, result_of_run
 
-MOSTLY = 0.5  # a larger share of the questions is told
+MOSTLY = 0.5  # share of the questions above which a warning is printed
 REMEDY = "train on the rl.jsonl of `prepare --rl-size N`, or on one half of the questions and demonstrate the other"
 
 
@@ -27,7 +27,7 @@ def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
 def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
     """Returns a message that most questions are those of the adapter's demonstrations, or "".
 
-    It is "" too for an adapter whose questions are not known.
+    The message is also "" if the questions of the adapter are not known.
     """
     adapter = result_of_run(config.model.model, config.model.adapter)
     if adapter is None:

@@ -52,7 +52,7 @@ from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
 
 MORE_MIXED = "Raise --num-generations or --temperature, pass --refill-limit, or train on questions of other difficulty"
-FEW_MIXED = 0.1  # share of the groups: with fewer that mix right and wrong answers a run learns little from answers
+FEW_MIXED = 0.1  # share of groups that mix right and wrong answers, below which a run learns little from answers
 
 
 def build_learning(
@@ -163,11 +163,11 @@ def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget 
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """Returns the length in tokens of the common prefix of all prompts, which the first and the last in alphabetical
-    order have.
+    """Returns the length in tokens of the common prefix of all prompts: that of the first and the last prompt in
+    alphabetical order.
 
-    Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer: with several
-    sources all of them, as they may be conversations of any length, else those of two questions.
+    Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer. With sources all
+    prompts are encoded, since they may be conversations of any length; else those of two questions.
     """
     if not any(question.source for question in questions):
         first_question = min(questions, key=lambda question: question.text)
@@ -184,16 +184,16 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
 
 
 def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], Batch] | None) -> None:
-    """Runs the update of the largest micro-batch, without its optimizer step; with a teacher, once more after its pass.
+    """Runs the update of the largest micro-batch, without its optimizer step.
 
-    The episodes are made up. They have the largest length, the common prefix of all prompts, and as many action tokens
-    as an episode may have.
+    With a teacher, also runs its pass over failed copies of the episodes, and their update. The episodes are made up.
+    They have the largest length, the common prefix of all prompts, and the most action tokens of an episode.
     """
     longest = _longest_rollouts(learner)
     first_of_rank = learner.micro_batches(Batch.of(longest))[:1]
     first_of_ranks = chain.from_iterable(learner.ranks.gather(first_of_rank))
     rollouts = [longest[row] for row in sorted(chain.from_iterable(first_of_ranks))]
-    if teach:  # it scores failed episodes, which have another loss
+    if teach:  # a teacher scores failed episodes, which have another loss
         rollouts += [replace(rollout, failed=True) for rollout in rollouts]
     rehearsing = replace(
         learner,
@@ -296,7 +296,7 @@ def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
 
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
-    """Returns the limits of episodes of these protocols: without a search among them there are no retrievals."""
+    """Returns the limits of episodes of these protocols: there are no retrievals if none of them can search."""
     if any(protocol.can_search for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)
@@ -310,7 +310,7 @@ def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None
 
 
 def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Workload:
-    """Returns the work of such a round; `questions` is the number of the run's questions, if it is known."""
+    """Returns the work of a round as in `plan_memory`; `questions` is the number of the run's questions, if known."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config,

@@ -35,9 +35,9 @@ from r3lite.rollout.wire import AdapterFiles, EpisodeLimits, identity_of, sequen
 from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
-AT_ONCE = 64  # episodes, if the memory suffices and the settings name no number
+AT_ONCE = 64  # episodes sampled at a time, if the memory suffices and --rollout-batch-size is not set
 EXAMPLE = "Who wrote it, and when?"
-# Settings of which the two sides may have different ones: places on their disks, and how much they keep and ask there.
+# Settings that may differ between trainer and worker: places on their disks, and how much each of them keeps and asks.
 LOCAL_SETTINGS = (
     "init_prompt",
     "step_prompt",
@@ -59,7 +59,7 @@ def facts_of(
 ) -> dict[str, str]:
     """Returns the facts that a trainer and its workers must have in common, by the names that an error gives them.
 
-    Of a retriever, an encoder and a format the last part is compared: the place before it is each machine's own.
+    Of the paths of a retriever, an encoder and a format only the last part counts: folders differ between machines.
     """
     prompts = [(name, layout.protocol, layout.prompt(EXAMPLE)) for name, layout in sorted(layouts.items())]
     facts = {
@@ -123,7 +123,7 @@ class RolloutService:
         self.retrieve = retrieve
         self.facts = facts
         self.token = token
-        self.version = ""  # of the adapter
+        self.version = ""  # the hash of the adapter; empty before the first one
         self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record | bytes | None, peer: Peer) -> dict:
@@ -169,7 +169,7 @@ class RolloutService:
         self.version = adapter.version
 
     def _sample(self, request: Record, peer: Peer) -> dict:
-        """Returns the episodes of a request; none if it is of a trainer with other facts or another adapter."""
+        """Returns the episodes of a request; only `differs` if its trainer has other facts or another adapter."""
         requested = (request.text("identity"), request.text("adapter"))
         if requested != (identity_of(self.facts), self.version):
             return {"differs": True}

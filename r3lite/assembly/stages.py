@@ -32,13 +32,14 @@ QUICK_ARGUMENTS = {
     "ppo": ["--max-steps", "2"],
     "evaluate": ["--limit", "16"],
 }
-# The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
+# The preset's opening prompt, in words that the tiny model knows. With another format than the preset's it has to be
+# named.
 INIT_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
-# What formats other than the preset's add: a plan of four searches is longer than the preset's turns, and harder to
-# learn, so that after the preset's 100 steps few questions are answered right.
+# What formats other than the preset's add to the arguments. In `dag`, a plan of four searches is longer than the
+# preset's turns, and harder to learn: after the preset's 100 steps few questions are answered right.
 LENGTHS_OF_FORMAT = {"dag": ["--max-new-tokens", "128"]}
 SFT_STEPS_OF_FORMAT = {"dag": ["--max-steps", "250"]}
-# The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
+# The base was trained on r3's words alone: it stays unsure of the tokens of other formats, and would stumble over them.
 SAMPLING_OF_OTHER_FORMATS = ["--temperature", "0.5"]
 SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # of `quickstart.json`
 # The columns of the table, and what is printed of each evaluation.
@@ -85,7 +86,7 @@ class Stage:
 
 
 def teacher_scores(trajectories: Path) -> dict:
-    """Returns how often the teacher of the cold start answers right, whom SFT imitates."""
+    """Returns how often the teacher of the cold start, which SFT imitates, answers right."""
     em_scores = []
     f1_scores = []
     for row in read_jsonl(trajectories):
@@ -106,9 +107,9 @@ def run_stage(
 ) -> float:
     """Runs one command and prints its arguments; returns the minutes that it took.
 
-    A training that is interrupted says how to continue it, and this says how to score it then: `evaluation` are the
-    arguments of `evaluate`. What `evaluate` prints, some thirty lines of scores, is left out: `Stage.summary` has those
-    that matter here.
+    An interrupted training prints how to continue it. This function then adds how to score it: `evaluation` has the
+    arguments of `evaluate` for that. The some thirty lines of scores that `evaluate` prints are left out:
+    `Stage.summary` has the scores that matter here.
     """
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
@@ -124,8 +125,10 @@ def run_stage(
 
 
 def output_of(config: QuickstartConfig) -> Path:
-    """Returns the folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before
-    them."""
+    """Returns the folder of the run; raises R3LiteError unless it is empty or new.
+
+    SFT and RL refuse a folder in use, too, but only after the stages before them.
+    """
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise R3LiteError(
@@ -137,7 +140,7 @@ def output_of(config: QuickstartConfig) -> Path:
 def format_arguments(format: str) -> list[str]:
     """Returns the arguments of a command that reads texts of a format."""
     if format == "r3":
-        return []  # that of the preset
+        return []  # the preset has this format
     return ["--format", format, *INIT_PROMPT]
 
 
@@ -228,8 +231,9 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     stages.append(evaluate("SFT", out / "sft", minutes))
     arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft")]
     arguments += ["--data", str(world / "train.jsonl")]
-    if ALGORITHMS[algorithm].has_traces:  # the hasty ones among them have too small a reward, and fall out
-        arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
+    if ALGORITHMS[algorithm].has_traces:  # hasty ones have too small a reward, and are left out
+        # Only the first TRAJECTORIES questions may have a trace.
+        arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]
     arguments += [*sampling, "--output", str(out / algorithm)]
     if ALGORITHMS[algorithm].has_teacher:
         flawless = out / "flawless.jsonl"

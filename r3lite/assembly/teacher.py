@@ -129,14 +129,14 @@ class CachedTeacher:
     lessons: dict[str, Lesson]
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
-        """Returns the rollouts; in the place of each that failed, if there is one, the trajectory of its question.
+        """Returns the rollouts, with the trajectory of its question, if there is one, in place of each that failed.
 
-        Its reward is given at the trajectory's end, so that the advantages of its group stay as they are.
+        The trajectory has the reward of the failed rollout, so that the advantages of its group stay as they are.
         """
         return Batch.of([self.replaced(rollout, questions[rollout.group]) for rollout in rollouts])
 
     def replaced(self, rollout: Rollout, question: str) -> Rollout:
-        """Returns the rollout, or instead of a failed one the trajectory of its question.
+        """Returns the rollout; if it failed and its question has a trajectory, that trajectory with its reward.
 
         Raises R3LiteError if the trajectory does not begin with the rollout's prompt.
         """

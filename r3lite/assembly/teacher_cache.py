@@ -32,7 +32,7 @@ def plan_memory(config: CollectConfig, rows: int = 1000) -> Plan:
 
 
 def size_on_disk(tokens: int, top: int) -> str:
-    """Returns the size of a cache of `tokens` tokens with `top` log-probabilities each, for people."""
+    """Returns the size of a cache of `tokens` tokens with `top` log-probabilities each, as a text."""
     return f"{tokens * top * teacher_logprobs.TOKEN_BYTES / MIB:,.0f} MiB"
 
 

@@ -20,7 +20,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
 
-# Names of the metrics, which are logged as `eval/<name>`, and of the scores that they are.
+# The metrics by name, logged as `eval/<name>`, with the names of the scores that they take.
 METRICS = {
     "em": "em",
     "f1": "f1",
@@ -51,8 +51,8 @@ class Validation:
     def measure(self) -> tuple[dict, list[float] | None]:
         """Returns the metrics, without those that are unknown, and the F1 of each question.
 
-        Questions at which the retriever failed are left out of the metrics, which count them. There are no F1s then:
-        those of the other questions are not to be compared with another validation's.
+        Questions at which the retriever failed are left out of the means; `retrieval_failures` counts them. Then there
+        are no F1s: those of the other questions must not be compared with the F1s of another validation.
         """
         episodes = self._sample()
         retrieved = [episode for episode in episodes if not episode.failure]

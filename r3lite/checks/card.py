@@ -65,9 +65,9 @@ class _Kernels(TorchDispatchMode):
 
 
 def attention_kernels(precision: Precision) -> Finding:
-    """Checks which kernel attention runs under each mask, in training and without.
+    """Checks which kernel attention runs under each mask, in training and otherwise.
 
-    It shall never be the math kernel, and on Turing cards the memory-efficient one.
+    It must never be the math kernel, and on Turing cards it must be the memory-efficient kernel.
     """
     model = tiny(precision)
     rows = sentences()
@@ -80,7 +80,7 @@ def attention_kernels(precision: Precision) -> Finding:
             with precision.autocast():
                 hidden = model(ids, context)
             if hidden.requires_grad:
-                hidden.backward(torch.ones_like(hidden))  # some kernel there must take it, too
+                hidden.backward(torch.ones_like(hidden))  # the backward pass, too, needs a kernel that takes the mask
         used[mask] = "+".join(sorted(kernels.names)) or "none"
 
     for grad in (False, True):

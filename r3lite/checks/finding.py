@@ -10,8 +10,8 @@ from torch import Tensor
 from r3lite.devices.precision import dtype_name
 
 # Bounds of the mean difference between log-probabilities that should be equal. A CPU was off by 1e-6 in fp32, by 0.002
-# in fp16 and by 0.017 in bf16. A mistake may cost less, decoding steps that see empty slots 0.002: so checks of logic
-# are made in fp32, too.
+# in fp16 and by 0.017 in bf16. A mistake may cost less than that: decoding steps that see empty slots cost 0.002. So
+# checks of logic are made in fp32, too.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 REPORT = "A bug in r3lite or in this PyTorch: please report it with doctor.json."
 
@@ -48,7 +48,7 @@ def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
         difference = ours.float().cpu() - theirs.float().cpu()
         difference = difference.abs()
         mean = float(difference.mean())
-        sound &= mean <= BOUNDS[dtype]  # a nan is not
+        sound &= mean <= BOUNDS[dtype]  # False for a nan
         parts.append(f"{mean:.1e} in {name} ({BOUNDS[dtype]:g} allowed)")
         figures[f"mean_difference_{name}"] = mean
         figures[f"largest_difference_{name}"] = float(difference.max())

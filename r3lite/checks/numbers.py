@@ -36,10 +36,10 @@ LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
 WRONG_BUILD = "This PyTorch computes wrong numbers here: install another build, and report it with doctor.json."
 
 
-# Of an NF4 product's mean size: what it costs to round weights, inputs and outputs to the dtype. A CPU needs 0 in fp32,
-# 4e-4 in fp16 and 3e-3 in bf16.
+# Largest mean error of an NF4 product, as a share of its mean size, from rounding weights, inputs and outputs to the
+# dtype. A CPU needs 0 in fp32, 4e-4 in fp16 and 3e-3 in bf16.
 NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
-NF4_ERROR = 0.11  # of weights of size 1: a normal distribution loses 0.092
+NF4_ERROR = 0.11  # largest root mean square error of weights of size 1; a normal distribution loses 0.092
 
 
 def logits(precision: Precision) -> Finding:
@@ -63,7 +63,7 @@ def against_the_cpu(
     device: torch.device,
     about: str,
 ) -> Finding:
-    """Compares a model's logits in fp32 with those of the same one on the CPU; `about` ends the message."""
+    """Compares a model's logits in fp32 with those of the same model on the CPU; `about` ends the message."""
     reference = tiny(Precision(torch.float32, CPU))
     logits_here = model.logits(model(padded(rows, device)))
     logits_on_cpu = reference.logits(reference(padded(rows, CPU)))
@@ -102,6 +102,7 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
     cache = KVCache.of(model, len(rows))
     hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]
     cached_lengths = [0] * len(rows)
+    # The number of tokens that each stretch reads of every row; the last stretch reads the rest of the rows.
     single_tokens = [[1] * len(rows)] * 3
     stretches = [[40, 25, 61, 5], *single_tokens, [30, 41, 1, 17], *single_tokens]
     read_lengths = map(sum, zip(*stretches))
@@ -121,7 +122,7 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
 
 
 def _read(model: CausalLM, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
-    """Returns hidden states of a cache's new tokens: of one for each row by a decoding step, else by a prefill."""
+    """Returns the hidden states of a cache's new tokens: from a decoding step if each row has one, else a prefill."""
     if all(len(part) == 1 for part in parts):
         tokens = torch.tensor(parts, device=cache.device)
         return list(model(tokens, cache.decode(len(parts))))
@@ -261,7 +262,7 @@ def nf4_weights(precision: Precision) -> Finding:
 
 
 def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
-    """Returns the weight [out, in] in fp32 by the format's definition, on the CPU, in none of the ways of `nf4`."""
+    """Returns the weight [out, in] in fp32 by the format's definition, on the CPU, without the functions of `nf4`."""
     first = weight.codes >> 4
     second = weight.codes & 15
     codes = torch.stack((first, second), dim=-1).view(-1, nf4.BLOCK).long()

@@ -10,7 +10,7 @@ from r3lite.devices.precision import Precision
 
 @dataclass(frozen=True)
 class Check:
-    """`run` looks at one thing in a precision and on its device; `about` says at what."""
+    """A check: `run` examines one thing in a precision and on its device, and `about` says what."""
 
     name: str
     about: str

@@ -1,5 +1,7 @@
-"""What checks found, printed a line a check as they are made, and kept for a file, without what would name its user:
-paths, and the names of the user and of the machine."""
+"""What checks found: printed line by line as they are made, and kept for a file without what would name the user.
+
+That is paths, and the names of the user and of the machine.
+"""
 
 import contextlib
 import getpass
@@ -23,7 +25,7 @@ import r3lite
 from r3lite.checks.finding import REPORT, Finding
 from r3lite.core.errors import R3LiteError
 
-# A path: in quotes, where it may have blanks, or else from its beginning to the next blank. Not the `/` of a unit.
+# Finds a path: in quotes, where it may have blanks, or else up to the next blank. The `/` of a unit is not a path.
 PATH = re.compile(r"""(['"])[^'"\n]*[/\\][^'"\n]*\1|(?<![\w./\\:<])(?:[A-Za-z]:)?[/\\]{1,2}[\w.~-][^\s'",;)]*""")
 MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
@@ -36,7 +38,7 @@ class CheckLog:
     checks: list[dict] = field(default_factory=list)
 
     def make(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
-        """Makes a check, prints its finding and returns it. One that raises has failed, and the others go on."""
+        """Makes a check, prints its finding and returns it. A check that raises has failed and stops no other."""
         on_terminal = sys.stdout.isatty()
         printed = io.StringIO()
         start = time.perf_counter()
@@ -80,7 +82,7 @@ class CheckLog:
 
 
 def print_line(head: str, text: str) -> None:
-    """Prints a text beside its head, in as many lines as it takes; an empty one not at all."""
+    """Prints a text beside its head, over several lines if it is long; an empty text prints nothing."""
     for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False):
         print(f"{head:<22} {line}", flush=True)
         head = ""

@@ -31,12 +31,12 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import SftConfig
 from r3lite.training import metrics
 
-# Of a step's loss, against the CPU in fp32, over STEPS steps: a CPU differs by 0.002 in fp16 and by 0.026 in bf16.
+# How far a step's loss may be from the CPU's in fp32, over STEPS steps. A CPU differs by 0.002 in fp16, 0.026 in bf16.
 STEPS = 4
 LOSS_BOUNDS = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.1}
 PLAN_BOUND = 0.08  # of the planned peak: in so small a run what the formulas leave out weighs more
-TOKENS = {False: 1500, True: 3500}  # of the rows whose memory is measured: elsewhere, and on a card
-SPARE = 64 * MIB  # of the budget on a card: beside so small a run the pieces that the allocator takes are large
+TOKENS = {False: 1500, True: 3500}  # of each row whose memory is measured, by whether it is on a card
+SPARE = 64 * MIB  # is added to the budget on a card, where the allocator's pieces are large for so small a run
 
 
 def sft_flags(folder: Path, precision: Precision, *further: str) -> list[str]:
@@ -60,9 +60,9 @@ def place(precision: Precision) -> Iterator[Path]:
 
 
 def train(output: Path, flags: list[str]) -> list[dict]:
-    """Runs the command and returns the records of its steps.
+    """Runs SFT and returns the records of its steps.
 
-    What it printed before it failed is in the check's output.
+    If it fails, what it printed before is in the check's output.
     """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
     check_status(sft([*flags, "--output", str(output)]), "the run failed")
@@ -90,7 +90,7 @@ def training(precision: Precision) -> Finding:
 
 
 def training_in_fp16(precision: Precision) -> Finding:
-    """Makes the check `training` in fp16, whatever the run's dtype is: what cards before Ampere train in."""
+    """Makes the check `training` in fp16, in which cards before Ampere train, whatever the run's dtype is."""
     if precision.dtype == torch.float16:
         return skipped("same as the check above")
     return training(Precision(torch.float16, precision.device))
@@ -108,7 +108,7 @@ def memory(precision: Precision) -> Finding:
         budget = unlimited.peak - 0.3 * unlimited.allocated  # too little to keep all activations
         if on_card:
             budget += SPARE
-        # PyTorch's allocator counts itself, if it is a real one.
+        # A real CUDA allocator counts its own memory; that of a pretended card does not.
         counts_itself = on_card and torch.cuda.max_memory_allocated() > 0
         counter = LiveTensors()
         occupied = _occupied_card() if on_card else 0
@@ -120,7 +120,7 @@ def memory(precision: Precision) -> Finding:
     if counts_itself:
         peak = torch.cuda.max_memory_allocated() - occupied
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
-    elif on_card:  # no one counts the workspaces there
+    elif on_card:  # nothing counts the workspaces of a pretended card
         planned -= THREADS * plan.workload.beside.workspace
     if used != plan.memory:
         message = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"

@@ -38,7 +38,10 @@ def questions(count: int) -> list[Question]:
 
 
 def sentences(count: int = 4) -> list[list[int]]:
-    """Returns tokens of what the sample world says around as many questions, 125 to 191 a row."""
+    """Returns a row of tokens for each of `count` questions of the sample world: documents, question and answers.
+
+    Each row has 125 to 191 tokens.
+    """
     tokenizer = Tokenizer.load(resolve_folder("tiny"))
     rows = []
     for question in questions(count):
@@ -64,7 +67,7 @@ def predicted(logits: Tensor, row: list[int]) -> Tensor:
 
 @torch.no_grad()
 def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Tensor:
-    """Returns log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
+    """Returns log-probabilities of all tokens of rows except the first of each, end to end, on the host."""
     with precision.autocast():
         logits = model.logits(model(padded(rows, precision.device)))
     of_rows = [predicted(logits_of_row, row) for logits_of_row, row in zip(logits, rows, strict=True)]

@@ -19,7 +19,7 @@ def measured_speeds(device: torch.device, measured: list[Speeds]) -> Finding:
     message += f"; kernel launch {speeds.launch * 1e6:.1f} us"
     if device.type == "cuda":
         message += f"; from the host {speed.host_copy_speed(device, pinned=False) / 1e9:.1f} GB/s"
-        with contextlib.suppress(RuntimeError):  # memory cannot be pinned here, as the lines above say
+        with contextlib.suppress(RuntimeError):  # memory cannot be pinned here, as the check of offload says
             message += f", pinned {speed.host_copy_speed(device, pinned=True) / 1e9:.1f}"
         if speeds.flops["fp16"] < speeds.flops["fp32"]:
             message += "; fp16 is slower than fp32: if a run fits in memory, pass --dtype fp32"

@@ -17,7 +17,8 @@ from r3lite.core.episode import Episode, Question
 Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-# After a full stop, unless of an abbreviation or before a small letter; after an ideographic one; at a blank line.
+# Where a sentence ends: after . ! or ?, but not after an abbreviation nor before a small letter; after an ideographic
+# stop; at a blank line.
 SENTENCE = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))"
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|vs|cf)\.)(?<!\b(?:Mrs|Fig)\.)(?<!\bProf\.)(?<!\b[a-z]\.[a-z]\.)"
@@ -41,17 +42,17 @@ class Overlap:
 
     @property
     def f1(self) -> float:
-        """The harmonic mean of the two; 0 if either is, or is below, which only a mean of cosines can be."""
+        """The harmonic mean of the two; 0 if either is 0, or negative, as only a mean of cosines can be."""
         if min(self.precision, self.recall) <= 0:
             return 0.0
         return 2 * self.precision * self.recall / (self.precision + self.recall)
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, without articles, single spaces: in this order (SQuAD, arXiv 1606.05250).
+    """Returns a text in lower case, without punctuation, without articles, with single spaces.
 
-    Articles go last but one: taken out before the punctuation they would leave `"A" Team` with its article, and
-    taken out after the spaces were collapsed they would leave double ones.
+    The changes are made in this order (SQuAD, arXiv 1606.05250). Articles taken out before the punctuation would take
+    the `a` of `a.m.` with them, and articles taken out after the spaces were collapsed would leave double spaces.
     """
     unpunctuated = text.lower().translate(PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", unpunctuated).split())
@@ -60,7 +61,7 @@ def normalize(text: str) -> str:
 def question_key(text: str) -> str:
     """Returns a key that is equal for questions that ask the same: the normalized text, or the text if that is empty.
 
-    It decides whether a question is in two sets of questions. Ids cannot: each file has its own.
+    The key decides whether a question is in two sets of questions. Ids cannot tell, since each file has its own.
     """
     return normalize(text) or " ".join(text.split())
 
@@ -84,8 +85,8 @@ def f1(prediction: str, answers: Iterable[str], rule: Rule = "musique") -> float
 def overlap(prediction: str, answer: str, rule: Rule) -> Overlap:
     """Returns precision and recall of the prediction's words, each counted as often as it occurs.
 
-    `hotpotqa`: 0 if only one side is yes, no or noanswer. `musique`: no such rule, but where either side has no words
-    after normalization, both are equality.
+    `hotpotqa`: both are 0 if a side is yes, no or noanswer and the other differs. `musique`: no such rule, but if a
+    side has no words after normalization, both are 1 if the other has none either, else 0.
     """
     prediction = normalize(prediction)
     answer = normalize(answer)
@@ -112,8 +113,8 @@ def best_overlap(prediction: str, answers: Sequence[str], rule: Rule) -> Overlap
 def answer_scores(episode: Episode) -> tuple[float, float]:
     """Returns EM and F1 of an episode's final answer; both are 0 if it gave none.
 
-    So they are even if a gold answer normalizes to nothing: the official scripts would call a blank answer right
-    there, but an episode without an answer is never right.
+    They are 0 even if a gold answer normalizes to nothing: the official scripts would then call a blank answer right,
+    but an episode without an answer is never right.
     """
     prediction = episode.prediction
     if not prediction.strip():
@@ -132,8 +133,8 @@ def is_right(question: Question, answer: str, min_f1: float) -> bool:
 def split_words(text: str) -> list[str]:
     """Returns the words of a text in lower case: runs of letters with their marks, digits and underscores.
 
-    In scripts that put no spaces between words, each character is one. A letter with an accent is the same whether the
-    accent is a character of its own or not.
+    In scripts that put no spaces between words, each character is a word. A letter with an accent is the same whether
+    the accent is a character of its own or not.
     """
     if text.isascii():
         return re.findall(r"\w+", text.lower())
@@ -142,7 +143,7 @@ def split_words(text: str) -> list[str]:
 
 
 def _spaced(character: str) -> str:
-    """Returns a character with the spaces that set it apart: none in a word, both for a word of its own."""
+    """Returns a character as it is in a word, with spaces around it if it is a word of its own, else as a space."""
     if UNSPACED.match(character):
         return f" {character} "
     if character.isalnum() or character == "_":
@@ -161,7 +162,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def in_a_row(wanted: Sequence[str], words: Sequence[str]) -> bool:
-    """Tells whether the `wanted` words stand among `words` one after the other; no words do not."""
+    """Tells whether the `wanted` words stand among `words` one after the other; False without `wanted` words."""
     return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words)} "
 
 
@@ -173,8 +174,8 @@ def stands_in(answer: str, text: str) -> bool:
 def rouge_l(prediction: str, reference: str) -> Overlap:
     """Returns the longest common subsequence of words as shares of both texts.
 
-    These are equations 2 to 4 of Lin 2004 (W04-1013), with beta 1. Words are runs of a to z and 0 to 9: in other
-    scripts nothing is alike. It equals the package rouge-score without stemming.
+    These are equations 2 to 4 of Lin 2004 (W04-1013), with beta 1. Words are runs of a to z and 0 to 9: texts
+    in other scripts share nothing. The result equals that of the package rouge-score without stemming.
     """
     predicted_words = re.findall("[a-z0-9]+", prediction.lower())
     reference_words = re.findall("[a-z0-9]+", reference.lower())

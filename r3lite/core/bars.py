@@ -10,17 +10,19 @@ PERIOD = 10.0  # seconds between lines
 
 
 def named(progress: str | None, otherwise: str) -> dict:
-    """Returns a bar with the name that the caller gave it, which stays unless it is within another bar; without one a
-    brief bar, named `otherwise`."""
+    """Returns the arguments of a bar named `progress`, which stays unless it is within another bar.
+
+    Without a name they are those of a brief bar named `otherwise`.
+    """
     if progress:
         return {"desc": progress, "leave": None, "disable": None}
     return {"desc": otherwise, **BRIEF}
 
 
 class TimedLines:
-    """Tells on stderr how far some work is, every PERIOD seconds, where its bar is not drawn: stderr is no terminal.
+    """Tells on stderr how far some work is, every PERIOD seconds, if its bar is not drawn as stderr is no terminal.
 
-    `bar` is the bar of tqdm, which it updates; `name` is what the work is called, and without one nothing is told.
+    `bar` is the bar of tqdm, which `update` moves. `name` is what the work is called; without a name nothing is told.
     """
 
     def __init__(self, bar: Any, name: str | None, unit: str):

@@ -19,7 +19,7 @@ from r3lite.core.inputs import check_inputs, missing_inputs
 from r3lite.core.invocation import resolve
 from r3lite.core.processes import say_error, world
 
-# Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
+# The numbers of errors of writing and flushing a file, which name no path. Errors of a network have other numbers.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 

@@ -27,7 +27,7 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Inclusive limits of a number, or exclusive below with `above`."""
+    """Limits of a number: `low` and `high` are inclusive, `above` is an exclusive lower limit."""
 
     low: float | None = None
     high: float | None = None
@@ -43,7 +43,7 @@ class Bounds:
 
 
 class Origin(enum.Enum):
-    """Says where a setting stands that the user has set."""
+    """Says where the user has set a setting."""
 
     FLAG = "on the command line"
     TABLE = "in the command's table of the file --config"
@@ -80,8 +80,8 @@ def no_fault(path: str) -> str:
 class InputPath:
     """The setting names files or folders that are read. A dry run tells which of them are missing."""
 
-    noun: str = "file"  # what one is called in an error
-    remedy: str = ""  # what to pass instead; with it, a missing one is an error before the work begins
+    noun: str = "file"  # what the file or folder is called in an error
+    remedy: str = ""  # what to pass instead; if given, a missing path is an error before the work begins
     named: Callable[[str], bool] = never  # whether a value is no path, but the name of something such as a data set
     fault: Callable[[str], str] = no_fault  # what is wrong with a path that exists; empty: nothing
     has_names: bool = False  # values are NAME=PATH, see `name_and_path`
@@ -100,7 +100,7 @@ def name_and_path(entry: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of the setting's flag, which other programs have."""
+    """Another name of the setting's flag, as other programs call it."""
 
     name: str
 
@@ -132,9 +132,9 @@ class Frozen:
 class Section(Frozen):
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
-    # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
+    # Name of a setting -> its value, or ANY for every value -> settings that the choice implies, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
-    needs: typing.ClassVar[tuple[Any, ...]] = ()  # what its settings need, without which they do nothing (needs.py)
+    needs: typing.ClassVar[tuple[Any, ...]] = ()  # conditions without which its settings do nothing (needs.py)
 
     def check(self) -> None:
         """Raises UsageError if its settings contradict each other; called when all sources are read."""

@@ -20,13 +20,13 @@ def free_settings(config: Any) -> set[str]:
 def changes(earlier: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
     """Returns the settings that are not those of an earlier run, with both values; empty if there are none.
 
-    Left out are those that a resumed run may change, those in `free`, and without a judge the judge's. A setting that
-    the earlier run's version of r3lite lacked had its default.
+    Settings that a resumed run may change are left out, settings in `free` and, without a judge, those of the judge. A
+    setting that the earlier run's version of r3lite lacked counts as its default.
     """
     current = _as_json(config)
     default = _as_json(type(config)())
     earlier = default | earlier
-    fixed = earlier.keys() - free_settings(config) - set(free)  # every name: `default` has those of today
+    fixed = earlier.keys() - free_settings(config) - set(free)  # `earlier` has all names, from `default`
     if earlier.get("judge") == current.get("judge") == "none":
         fixed = {name for name in fixed if not name.startswith("judge_")}
     changed = [name for name in sorted(fixed) if earlier[name] != current.get(name)]
@@ -56,9 +56,10 @@ def refuse_another_run(config_file: Path, command: str, config: Any, output: Pat
 
 
 def refuse_other_inputs(earlier: dict[str, str], current: dict[str, str], remedy: str) -> None:
-    """Raises R3LiteError if a fingerprint of what a run reads is not what it was when the run started; by its names.
+    """Raises R3LiteError if a fingerprint of what a run reads is not what it was when the run started.
 
-    What only one of the two has counts as unchanged: earlier versions knew less.
+    Both arguments have the fingerprints by the names of what is read. A name that only one of them has counts as
+    unchanged, since earlier versions recorded fewer.
     """
     changed = [name for name, fingerprint in current.items() if earlier.get(name, fingerprint) != fingerprint]
     if changed:
@@ -72,8 +73,8 @@ def check_output(
 ) -> set[str]:
     """Returns the names in an output folder: none, or what an earlier start of this very run has left.
 
-    CONFIG is among the latter. Raises R3LiteError for anything else; `allowed` are the names of all that such a start
-    may leave, if that is fixed.
+    CONFIG is among what it left. Raises R3LiteError for anything else. `allowed` are the names of all that such a start
+    may leave; if it is empty, any name is allowed.
     """
     names = names_in(output)
     if not names:

@@ -4,12 +4,12 @@ import io
 import os
 import sys
 
-# How often a thread of GNU OpenMP, which PyTorch has on Linux, looks for the others before it sleeps; 300,000 times if
-# nothing is set. While it looks it holds a core, which the thread that it waits for may need: docs/figures.md.
+# How often a waiting thread of GNU OpenMP, which PyTorch uses on Linux, looks for the others before it sleeps: 300,000
+# times by default. While it looks it holds a core, which the thread that it waits for may need: docs/figures.md.
 SPINS = 1000
-# How many products compiled for a CPU, one for each size that is met, oneDNN keeps, and PyTorch what it knows of them.
-# 1,024 if nothing is set: with rows of ever new lengths the process grew step by step. One takes 0.6 MiB
-# in both together, and a pass of training has some 42 of them.
+# How many products compiled for a CPU the caches of oneDNN and PyTorch keep, one for each size that occurs: 1,024 by
+# default, with which a process grew step by step on rows of ever new lengths. One product takes 0.6 MiB in both caches
+# together, and a pass of training has some 42 products.
 CACHE_CAPACITY = "64"
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
@@ -26,7 +26,7 @@ def spare_the_machine() -> None:
 
 
 def print_anything() -> None:
-    """Has what a console's encoding lacks printed as an escape, such as \\u6570: on Windows it may have 256 letters."""
+    """Has characters that a console's encoding lacks printed as escapes (\\u6570): on Windows it may have only 256."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
 

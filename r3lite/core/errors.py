@@ -48,7 +48,7 @@ def nearest(word: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def reason(error: Exception) -> str:
-    """Returns what an exception says in one line; that of the operating system without its number and path."""
+    """Returns what an exception says in one line; an error of the operating system loses its number and path."""
     if isinstance(error, R3LiteError):
         return error.cause
     text = str(error)

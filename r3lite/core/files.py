@@ -25,11 +25,11 @@ MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON
 PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
 LOCK = ".lock"
 LOCK_SECONDS = 0.1  # to find out whether a lock file that is taken is just being removed
-GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
+GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that file is
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
 PIECE = 1 << 16  # bytes
-PIECES = 256  # so many of them tell weights apart
+PIECES = 256  # pieces of a file that are enough to tell weights apart
 MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
@@ -99,9 +99,9 @@ def _json_lines(records: Iterable[dict]) -> str:
 
 @contextlib.contextmanager
 def _to_write(path: str | Path) -> Iterator[Path]:
-    """Yields where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
+    """Yields where a path leads, and makes its folder: a link is written through, and not replaced by a file.
 
-    An OSError of what is done there names the path; one of writing or flushing (a full disk) does not by itself.
+    Adds the path to an OSError of the block, since errors of writing or flushing (a full disk) name none.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
@@ -120,8 +120,8 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
 
     Raises R3LiteError if another process has it. The lock is the operating system's, which drops it when the process
     dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which is made,
-    or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is removed at
-    the end, unless something was written there.
+    or with `folder=False` on `.<name>.lock` beside the file or folder `output`. Folders that this call has made are
+    removed at the end, unless something was written there.
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
@@ -149,7 +149,7 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
         lock_file,
         timeout=LOCK_SECONDS,
         thread_local=False,
-        fallback_to_soft=False,  # which would outlive a process that is killed
+        fallback_to_soft=False,  # a soft lock would outlive a process that is killed
         on_acquired=lambda descriptor: _write_holder(descriptor, lock_file, output),
     )
     try:
@@ -176,7 +176,7 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
 
 
 def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
-    """Writes this process's number into its lock file, after the first byte: on Windows nobody else can read that."""
+    """Writes this process's number into its lock file, after the first byte, which on Windows nobody else can read."""
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"\n{os.getpid()}\n".encode())
@@ -198,7 +198,7 @@ def _holder_of(lock_file: Path) -> str:
 
 
 def _remove_lock_file(lock_file: Path) -> None:
-    if not ON_WINDOWS:  # where an open file cannot be removed; FileLock does so when it lets go of it
+    if not ON_WINDOWS:  # on Windows an open file cannot be removed: FileLock removes it on release
         lock_file.unlink(missing_ok=True)
 
 
@@ -228,7 +228,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def gguf_of(folder: Path) -> list[Path]:
-    """Returns the GGUF file that a model folder was made of, if it was."""
+    """Returns a list of the GGUF file that a model folder was made of; empty for other folders."""
     pointer = folder / GGUF_POINTER
     if not pointer.exists():
         return []
@@ -237,7 +237,7 @@ def gguf_of(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def naming_gguf(folder: Path) -> Iterator[None]:
-    """Within the block errors that name a folder that was made of a GGUF file name that file: users know no other."""
+    """Has errors of its block name the GGUF file that a folder was made of, not the folder, which users do not know."""
     try:
         yield
     except R3LiteError as error:
@@ -248,9 +248,9 @@ def naming_gguf(folder: Path) -> Iterator[None]:
 
 
 def content_fingerprint(*places: Path) -> str:
-    """Returns a CRC-32 of the content of files, and of all files of folders with their names, but for hidden ones.
+    """Returns a CRC-32 of the content of files, and of all files of folders with their names, except hidden ones.
 
-    Of a file above MAX_TEXT bytes, such as the vectors of an index, it has the size and PIECES pieces, evenly spaced.
+    Of a file above MAX_TEXT bytes, such as the vectors of an index, the size and PIECES evenly spaced pieces count.
     """
     value = 0
     for place in places:
@@ -270,12 +270,12 @@ def content_fingerprint(*places: Path) -> str:
 
 
 def _pieces_in(size: int) -> int:
-    """Returns how many pieces of PIECE bytes have all of a file, the last of which may be shorter."""
+    """Returns how many pieces of PIECE bytes a file of `size` bytes has; the last piece may be shorter."""
     return -(-size // PIECE)
 
 
 def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
-    """Returns a CRC-32, after `value`, of evenly spaced pieces of a file: of all of it if there are enough of them."""
+    """Returns a CRC-32, after `value`, of evenly spaced pieces of a file: of the whole file if there are enough."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         for i in range(pieces):
@@ -285,10 +285,10 @@ def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Returns a CRC-32 of a model folder, which tells weights that were changed in place, in moments.
+    """Returns a CRC-32 of a model folder that takes moments, and shows whether weights were changed in place.
 
-    It is of the name, the size and up to PIECES evenly spaced pieces of each file of weights, and of all of config.json
-    and tokenizer.json.
+    It covers the name, the size and up to PIECES evenly spaced pieces of each file of weights, and the whole of
+    config.json and tokenizer.json.
     """
     value = 0
     weights = [*sorted(folder.glob("*.safetensors")), *gguf_of(folder)]
@@ -339,8 +339,8 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, conf
     """Returns the records that an earlier run wrote by `append_jsonl`; removes an unfinished last line from the file.
 
     `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
-    naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
-    beside it shows that the writer made it (`confirmed`): a user's own JSON may begin alike, and would be lost.
+    naming the command `writer`, and left as it is. So is a file of a torn line alone, unless something beside the file
+    shows that the writer made it (`confirmed`): a user's own JSON may begin alike, and would be lost.
     """
     remedy = "Pass another --output, or move the file away."
     records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
@@ -352,7 +352,7 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, conf
     elif records:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":  # an editor's doing; what is added would go on in that line
+            if file.read() != b"\n":  # an editor removed the line's end: the next record would go on in it
                 file.write(b"\n")
     return records
 
@@ -369,8 +369,8 @@ def _object(line: bytes) -> dict | None:
 
 
 def similar_path(path: str | Path) -> str:
-    """Returns ` (did you mean X?)` for a path that does not exist, with the one in the same folder whose name is most
-    like its own; nothing if none is."""
+    """Returns ` (did you mean X?)` for a path that does not exist, with the path in the same folder whose name is
+    most like its own; nothing if none is alike."""
     path = Path(path)
     names: set[str] = set()
     with contextlib.suppress(OSError):  # a folder that cannot be listed

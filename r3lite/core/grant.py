@@ -18,7 +18,7 @@ class Memory:
 
     nf4: bool = False  # the base is quantized
     recompute_layers: int = 0  # layers with activation checkpointing
-    micro_batch_tokens: int = 4096  # of one pass; a longer row forms its own
+    micro_batch_tokens: int = 4096  # in one pass; a longer row has a pass of its own
     loss_chunk: int = 128  # rows of logits at a time
     mlp_tile: int = 1024  # tokens at a time in an MLP whose activations are not kept
     offload: bool = False  # checkpointed activations are kept on the host

@@ -1,6 +1,6 @@
 """What a user need not repeat: settings that are taken from the index that is searched and from the run of the adapter.
 
-Which settings these are stands at each of them (Trait.OF_INDEX, Trait.OF_RUN). What the user has set wins.
+Each of these settings is marked where it is defined (Trait.OF_INDEX, Trait.OF_RUN). What the user has set wins.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ MODEL = "model"  # the same, of a run that trains all weights
 ADAPTER_CONFIG = "adapter_config.json"  # in the folder of an adapter
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"  # in the folder of an index
-RUNS_SHOWN = 8  # of a folder that is not itself a run
+RUNS_SHOWN = 8  # in the error for a folder that has runs in it, but no adapter
 VECTOR_RETRIEVERS = ("semantic", "hybrid")  # of --retriever: they search with the encoder of an index
 
 
 @dataclass(frozen=True)
 class InheritedSetting:
-    """A setting's value in a file of an index or a run, and the folder of that."""
+    """A setting's value in a file of an index or a run, and the index or the adapters that it comes from."""
 
     value: Any
     place: str
@@ -90,7 +90,7 @@ def _command_and_settings(adapter: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _settings_of_episodes(adapter: str | Path) -> dict[str, Any]:
-    """Returns the settings of a run that other commands may take; a limit of the rows of SFT is none of episodes."""
+    """Returns the settings of a run that other commands may take: not max_length of SFT, which is not of episodes."""
     command, settings = _command_and_settings(adapter)
     if command == "sft":
         return {name: value for name, value in settings.items() if name != "max_length"}
@@ -145,7 +145,7 @@ def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
 
 
 def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the adapter, or those of several, and the settings that their runs have in common."""
+    """Returns the names of the adapters, or of a model with all weights trained, and what their runs have in common."""
     adapters = [values.get("adapter")]
     for entry in values.get("adapters") or values.get("average") or ():
         adapters.append(entry.rpartition("=")[2])
@@ -153,7 +153,7 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     model = values.get("model")
     if not adapters and model and Path(model).name == MODEL:
         of_model = _settings_of_episodes(model)
-        of_model.pop("model", None)  # that of the start
+        of_model.pop("model", None)  # the base that the run started from
         return model, of_model
     runs = [_settings_of_episodes(adapter) for adapter in adapters]
     return ", ".join(adapters), in_common([run for run in runs if run])

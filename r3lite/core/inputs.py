@@ -26,8 +26,10 @@ def check_inputs(config: Any) -> None:
 
 
 def missing_inputs(config: Any) -> Iterator[MissingInput]:
-    """Yields each input that the user has named, for this command alone, and that does not exist or is another thing
-    (InputPath.fault)."""
+    """Yields each input that does not exist, or exists but is not what it should be (InputPath.fault).
+
+    Only inputs that the user has named for this command count, not those at the top of a file for all commands.
+    """
     values = flat(config)
     for section in sections(config).values():
         for name, kind in kinds_of(type(section)).items():

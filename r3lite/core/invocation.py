@@ -74,7 +74,7 @@ class FileSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Returns all of them; the table's win."""
+        """Returns the settings of both; those of the table win."""
         return self.shared | self.table
 
 
@@ -107,8 +107,8 @@ def _check_keys(values: dict[str, Any], names: Collection[str], where: str, tabl
 def to_toml(config: Any, command: str) -> str:
     """Returns the resolved settings as a TOML file that `--config` reads back.
 
-    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Those
-    OF_ONE_START are left out if they are unset.
+    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Unset
+    settings of OF_ONE_START are left out.
     """
     lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
     for name, value in flat(config).items():
@@ -165,7 +165,7 @@ class _HelpAction(argparse.Action):
 def help_text(command: str, default: Any, every: bool) -> str:
     """Returns the help of every setting, or without `every` of those that most people set (Trait.BASIC).
 
-    The help of few settings is the same in both cases.
+    A help of at most SHORT_HELP lines is whole in both cases.
     """
     whole_text = build_parser(command, default).format_help()
     if every or whole_text.count("\n") <= SHORT_HELP:
@@ -197,7 +197,7 @@ def _heading(section_class: type[Section]) -> str:
 
 
 def _empty_parser(command: str, default: Any) -> _Parser:
-    """Returns the command line of a command without its settings, which describes what the command does."""
+    """Returns the parser of a command without its settings; its help describes what the command does."""
     parser = _Parser(
         prog=f"python -m r3lite.{command}",
         usage=f"python -m r3lite.{command} [--setting VALUE ...]",
@@ -211,7 +211,7 @@ def _empty_parser(command: str, default: Any) -> _Parser:
 
 
 def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
-    """Returns the command line of a command, from its settings."""
+    """Returns the parser of a command, with the flags of its settings."""
     parser = _empty_parser(command, default)
     texts = functools.partial(help_text, command, default)
     parser.add_argument("-h", "--help", action=_HelpAction, texts=texts, help="show this help; all: of every setting")
@@ -278,7 +278,7 @@ def _presets() -> list[str]:
 def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any]) -> dict[str, Any]:
     """Returns a preset's settings with those that come with choices (Section.implied).
 
-    They come over the preset's if the user made another choice than the preset, else under them.
+    They win over the preset's settings if the user's choice is not the preset's; otherwise the preset's settings win.
     """
     for section in sections(default).values():
         for name, table in section.implied.items():
@@ -322,7 +322,7 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
         config = _with_source(usual, from_file.values, where=f"{path}: ")
         return _with_source(config, flags, where="")
 
-    # A file may name its preset, which it then refines. Without any, it is that of the adapter's run.
+    # A file may name a preset, and refines it. If the user names none, it is the preset of the adapter's run.
     preset_name = by_user.get("preset") or defaults["preset"]
     of_run = inherited_settings(as_user_has_set(default), explicit=by_user.keys()).get("preset")
     if of_run is not None and of_run.value in _presets():
@@ -335,7 +335,7 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
 
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
     inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
-    if of_run is not None and of_run.value != preset_name:  # that of another version of r3lite
+    if of_run is not None and of_run.value != preset_name:  # the run's preset is none of this version's
         del inherited["preset"]
     usual = by_preset
     for place in dict.fromkeys(setting.place for setting in inherited.values()):
@@ -349,16 +349,16 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
 
 
 def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:
-    """Returns `config` with the values of one source, whose epochs replace the length in steps of an earlier one."""
+    """Returns `config` with the values of one source. Its `epochs`, if any, unset an earlier source's `max_steps`."""
     if "epochs" in values:
         values = {"max_steps": None} | values
     return with_values(config, values, where)
 
 
 def _origins(by_preset: Any, config: Any, from_file: FileSettings, flags: dict[str, Any]) -> dict[str, Origin]:
-    """Returns where the user has set each setting that is not as the preset has it.
+    """Returns where the user has set each setting that is not as in `by_preset`.
 
-    A file of a run names every setting, so that a name alone does not show what was asked for.
+    The file of a run names every setting, so a name in a file does not show that the user asked for another value.
     """
     origins = dict.fromkeys(from_file.shared, Origin.SHARED)
     origins |= dict.fromkeys(from_file.table, Origin.TABLE)

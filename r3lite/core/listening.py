@@ -15,7 +15,7 @@ from r3lite.core.errors import R3LiteError, explained
 TOKEN = "R3LITE_TOKEN"  # of a server, and of rollout servers
 RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"  # of --retriever and --rerank, which may be others' servers
 SHORTEST_TOKEN = 16  # characters
-BACKLOG = 128  # connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+BACKLOG = 128  # connections not yet accepted; with 5, many of 64 clients waited a second to try again
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def token_in(name: str) -> str | None:
 
 
 def token_of(host: str) -> str | None:
-    """Returns the token of a server at `host`, without which one that others can reach does not start."""
+    """Returns the token of a server at `host`; R3LiteError if other machines can reach it and there is no token."""
     token = token_in(TOKEN)
     if token is None and not is_loopback(host):
         remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
