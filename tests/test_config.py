@@ -269,10 +269,15 @@ def test_a_trait_stands_beside_bounds_and_leaves_them():
         free: Free[Annotated[int, Bounds(low=1)]] = 1
         maybe: Free[Annotated[int, Bounds(low=1)] | None] = None
         choice: Free[Literal["a", "b"]] = "a"
+        folders: tuple[str, ...] | None = None
 
     assert settings_with(Some(), Trait.FREE) == ["free", "maybe", "choice"]
     kinds = kinds_of(Some)
     assert kinds["maybe"].convert("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
+    # An item of a list is never None, which ended in a traceback.
+    folders = kinds["folders"]
+    assert folders.convert("folders", "none") is None
+    assert folders.convert("folders", "none,rl=runs/a") == ("none", "rl=runs/a")
     for name in ("free", "maybe"):
         with raises(UsageError, "below-least", name, "0", "1"):
             kinds[name].convert(name, "0")

@@ -122,6 +122,11 @@ def test_of_several_adapters_what_they_have_in_common_is_taken(desk):
     assert (values["model"], values["queries_per_step"]) == ("tiny", 1)
     values = read("export", ExportConfig(), "--average", "sft,ppo")
     assert (values["model"], values["queries_per_step"]) == ("tiny", 1)
+    # An equals sign in a folder's name divides nothing: the run was looked up under half of its path.
+    (desk / "runs").mkdir()
+    (desk / "sft").rename(desk / "runs" / "lr=1e-4")
+    for entry in ("runs/lr=1e-4", "rl=runs/lr=1e-4"):
+        assert read("serve", ServeConfig(), "--adapters", entry)["queries_per_step"] == 2
 
 
 def test_a_model_of_a_run_brings_its_format_but_stays(desk):

@@ -333,13 +333,14 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     learned_formats = _formats(trained_settings)
     new_formats = _formats(settings) - learned_formats
     if new_formats and learned_formats and "format" in config.set_by_user:
+        learned = ", ".join(sorted(learned_formats))
         raise R3LiteError(
-            f"{trained} was trained on --format {', '.join(sorted(learned_formats))}, not {', '.join(new_formats)}",
+            f"{trained} was trained on --format {learned}, not {', '.join(sorted(new_formats))}",
             "Remove --format, or pass another adapter.",
             code="format-differs",
         )
     if new_formats:
-        here = ", ".join(new_formats)
+        here = ", ".join(sorted(new_formats))
         if learned_formats:
             differences.append(f"--format {', '.join(sorted(learned_formats))} (here {here})")
         else:

@@ -111,7 +111,7 @@ def run_stage(
     arguments of `evaluate` for that. The some thirty lines of scores that `evaluate` prints are left out:
     `Stage.summary` has the scores that matter here.
     """
-    print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
+    print(f"\n== {title}\n$ {shlex.join(['python', '-m', f'r3lite.{name}', *arguments])}", flush=True)
     start = time.monotonic()
     with contextlib.ExitStack() as quiet:
         if name == "evaluate":

@@ -229,7 +229,7 @@ class Kind:
             raise UsageError(f"{name} has 0 values; it must have at least one", code="wrong-count")
         if self.count is not None and len(items) != self.count:
             raise UsageError(f"{name} has {len(items)} values; it must have {self.count}", code="wrong-count")
-        kind_of_item = dataclasses.replace(self, count=1)
+        kind_of_item = dataclasses.replace(self, count=1, optional=False)
         return tuple(kind_of_item.convert(name, item) for item in items)
 
     def _converted_scalar(self, name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import Trait, flag, flat, input_path, kinds_of, sections
+from r3lite.core.config import Trait, flag, flat, input_path, kinds_of, name_and_path, sections
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import load_toml, read_record
 from r3lite.core.inputs import exists
@@ -148,7 +148,7 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the names of the adapters, or of a model with all weights trained, and what their runs have in common."""
     adapters = [values.get("adapter")]
     for entry in values.get("adapters") or values.get("average") or ():
-        adapters.append(entry.rpartition("=")[2])
+        adapters.append(name_and_path(entry)[1])
     adapters = [adapter for adapter in adapters if adapter]
     model = values.get("model")
     if not adapters and model and Path(model).name == MODEL:
