@@ -95,7 +95,7 @@ class SftConfig(CommandConfig):
         return math.ceil(total_rows / self.rows_per_step), total_rows
 
     def steps(self, rows: int | None) -> int | None:
-        """Returns the optimizer steps of the run over `rows` rows; None if they depend on it and it is None."""
+        """Returns the optimizer steps of the run; None if --max-steps is not set and the number of rows is unknown."""
         if rows is None:
             return self.schedule.max_steps
         steps, _ = self.steps_and_row_limit(rows)
@@ -133,7 +133,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Returns the rounds of the run over `questions` questions; None if they depend on it and it is None."""
+        """Returns the rounds of the run; None if --max-steps is not set and the number of questions is unknown."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

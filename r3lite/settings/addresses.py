@@ -16,7 +16,7 @@ def is_server(place: str) -> bool:
 def collection_server(address: str) -> str | None:
     """Returns the HTTP form of the address of a Qdrant collection; None if it is no such address.
 
-    Those of collections begin with qdrant:// or qdrant+https://.
+    The address of a collection begins with qdrant:// or qdrant+https://.
     """
     for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):
         if address.startswith(scheme):
