@@ -40,7 +40,7 @@ class AdamW8(torch.optim.Optimizer):
         max_norm: float,
         seed: int,
     ):
-        """Decays all weights except vectors, such as norms and biases. All are on one device, in bf16 or fp32."""
+        """Takes parameters on one device, in bf16 or fp32. Vectors, such as norms and biases, are not decayed."""
         group = {"params": list(parameters.items()), "lr": rate, "peak_lr": rate}
         super().__init__([group], {})
         self.weight_decay = weight_decay

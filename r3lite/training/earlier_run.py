@@ -16,7 +16,7 @@ QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the que
 # Optimizer steps. After twice as many, SmolLM2-135M followed the format in 85 % of its steps, and that is the shortest
 # SFT whose effect was measured (bench/results/own-documents.json).
 FEWEST_STEPS = 30
-DIGITS = 16  # hexadecimal digits of a hash: among a million questions, two have the same with a probability of 3e-8
+DIGITS = 16  # hexadecimal digits of a hash: any two of a million questions share one with a probability of 3e-8
 
 
 @dataclass(frozen=True)

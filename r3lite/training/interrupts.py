@@ -14,8 +14,8 @@ class Interrupts:
     """Raises KeyboardInterrupt or Terminated at once if the current step has changed no weight, else after the step.
 
     A step that has begun to change weights could not be resumed exactly, so it is completed; the interruption waits in
-    `pending` until then. A second Ctrl-C raises at once, and the step is lost. An update
-    that has begun on several ranks is completed even where no weight has changed yet: another rank may complete it.
+    `pending` until then. A second Ctrl-C raises at once, and the step is lost. An update that has begun on several
+    ranks is completed even where no weight has changed yet: another rank may complete it.
     """
 
     def __init__(self, precision: Precision, ranks: Ranks = ALONE):

@@ -115,8 +115,8 @@ class Oversight:
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
         """Called after each step with its record; returns further metrics, and if a checkpoint must be written.
 
-        `failure` is the error that ended the step early. Like a NotFinite of the validation, it counts as an
-        alarm; it is raised if there is no checkpoint to go back to, because weights that are nan stay nan.
+        `failure` is the error that ended the step early. Like a NotFinite of the validation, it counts as an alarm; it
+        is raised if there is no checkpoint to go back to, because weights that are nan stay nan.
         """
         metrics: dict = {}
         each = None
