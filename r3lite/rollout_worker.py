@@ -19,7 +19,8 @@ def plan(config: RolloutWorkerConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-# The run's settings may name an adapter that is only on its machine. What a worker reads is missed when it starts.
+# Inputs are not checked beforehand: settings shared with the run may name an adapter that only the run's machine has.
+# A missing file that the worker itself needs is reported when the worker starts.
 main = command.Command(
     "rollout_worker",
     RolloutWorkerConfig(),

@@ -60,7 +60,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
     if len(history.rounds) <= config.tuning.rounds:
         count = all_episodes(config.tuning, len(sampled.questions), len(scored.questions))
         engine = build_engine(config, count, judge=config.judge)
-        # From here on the folder is this run's: if it is killed, only the same one may be begun there again.
+        # From here on the folder belongs to this run: if it is killed, only the same run may be started there again.
         sweep(output)
         write_text(output / CONFIG, to_toml(config, "tune_prompt"))
         tuner = PromptTuner(

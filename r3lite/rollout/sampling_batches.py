@@ -7,13 +7,14 @@ from typing import NamedTuple
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings.rollout import DRAFTING_SEQUENCES, MOST_DRAFTED
 
-SAMPLED_TOGETHER = DRAFTING_SEQUENCES + MOST_DRAFTED  # tokens of shared rows, for which logits are copied
+# Maximum tokens of a batch of further sequences of shared rows; the logits of such a batch are copied.
+SAMPLED_TOGETHER = DRAFTING_SEQUENCES + MOST_DRAFTED
 
 
 class SampledToken(NamedTuple):
     """A token that was sampled."""
 
-    id: float
+    id: float  # a whole number: ids come from the device in one tensor with the other two fields
     logprob: float  # NaN if the logits are not finite
     value: float = 0.0  # the critic's, if there is one
 
@@ -31,7 +32,7 @@ class SamplingBatch(NamedTuple):
         return [sequence.stream.ahead(depth) for sequence, depth in zip(self.sequences, self.depths, strict=True)]
 
     def cut(self, first: int, end: int) -> "SamplingBatch":
-        """Returns some of the entries."""
+        """Returns the entries from `first` up to, and without, `end`."""
         assert self.indices is not None
         return SamplingBatch(self.sequences[first:end], self.depths[first:end], self.indices[first:end])
 
@@ -39,8 +40,8 @@ class SamplingBatch(NamedTuple):
 def sampling_batches(rows: Several[list[Sequence]], drafts: Several[list[int]]) -> Iterator[SamplingBatch]:
     """Yields what is to be sampled after a pass over the last token of each row and its draft, row by row.
 
-    The first batch has the first sequence of every row, for which no logits are copied. Further sequences of shared
-    rows come in batches of at most SAMPLED_TOGETHER tokens, for which they are.
+    The first batch has the first sequence of every row and needs no copy of the logits. The other sequences of shared
+    rows follow in batches of at most SAMPLED_TOGETHER tokens; the logits of these batches are copied.
     """
     first = SamplingBatch([], [], None)
     further = SamplingBatch([], [], [])

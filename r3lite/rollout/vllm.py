@@ -1,9 +1,12 @@
-"""Samples episodes with a server of vLLM: turns by its /v1/completions, token ids for token ids; documents from here.
+"""Samples episodes with a vLLM server.
+
+The turns come from its /v1/completions, which takes and returns token ids. The documents are retrieved here.
 
 vLLM is started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and reads each adapter from a path that
-both machines have. Each is a model of its own name, so that no answer is of another one. A log-probability must be of
-the distribution that was sampled from: at --temperature 1 it is in any case, at others with --logprobs-mode
-processed_logprobs (raw ones are from before the temperature).
+both machines have. Each adapter is served under a model name of its own, so that a completion by another adapter is
+noticed. The log-probabilities must be those of the distribution that was sampled from. At --temperature 1 they always
+are. At other temperatures vLLM needs --logprobs-mode processed_logprobs: raw log-probabilities are computed before the
+temperature is applied.
 """
 
 import shutil
@@ -42,8 +45,8 @@ NEUTRAL = {
     "logprobs": 0,
 }
 UPDATE = "Update vLLM to a version with return_token_ids."
-TRIES = 100  # of one turn
-IDS = 1 << 31  # token ids of any model are below
+TRIES = 100  # maximum requests for one turn
+IDS = 1 << 31  # the token ids of any model are below this number
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ class ServedModel:
 
 
 class VllmServer:
-    """A server of vLLM, which batches the requests that it has at a time."""
+    """A vLLM server. It batches all requests that it has at the same time."""
 
-    slots = 2  # all requests of a round, if there is no second server
+    slots = 2  # requests at a time; with one server these are all requests of a round
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class VllmServer:
         self.config = config
         self.layout_of = layout_of
         self.adapters = output.absolute() / "served"
-        self.name = ""  # of the adapter that is loaded
+        self.name = ""  # model name of the adapter that vLLM has loaded; empty: none is known
         self._loading = threading.Lock()
         self._retrieving = threading.Lock()
 
@@ -102,7 +105,7 @@ class VllmServer:
         return f"{url} (vLLM {version})"
 
     def _check_logprobs(self, model: str) -> None:
-        """Refuses log-probabilities from before the temperature: they then are the same at two temperatures."""
+        """Raises R3LiteError if log-probabilities are raw, that is, the same at two temperatures."""
         if self.config.sampling.temperature == 1:
             return
         request = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
@@ -122,7 +125,7 @@ class VllmServer:
         adapter: AdapterFiles,
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Returns the episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
+        """Returns the episodes of tickets. Each episode has a thread; only one thread at a time asks the retriever."""
         with self._loading:
             self._load(adapter)
         sequences = [ticket.sequence() for ticket in tickets]
@@ -130,13 +133,13 @@ class VllmServer:
             with closing(Fetcher(retrieve)) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
         except Unanswered as error:
-            self.name = ""  # it may have been started anew, without the adapter
+            self.name = ""  # vLLM may have been restarted, and then has no adapter
             error.passes = True
             raise
         return sequences
 
     def _load(self, adapter: AdapterFiles) -> None:
-        """Has vLLM load an adapter, and forget the one before."""
+        """Makes vLLM load an adapter and unload the previous one."""
         name = f"r3lite-{adapter.version[:16]}"
         if name == self.name:
             return
@@ -153,7 +156,7 @@ class VllmServer:
             try:
                 self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
             except Unanswered as error:
-                if error.status != 404:  # it was started anew
+                if error.status != 404:  # 404: vLLM was restarted and does not know the old adapter
                     raise
             shutil.rmtree(self.adapters / self.name, ignore_errors=True)
         self.name = name
@@ -173,7 +176,7 @@ class VllmServer:
                 layout.close_turn(sequence)
 
     def _sample_turn(self, sequence: Sequence, layout: Layout) -> None:
-        """Samples a turn. If vLLM ends it early, as after a padding row of the embedding, it is asked to go on."""
+        """Samples a turn. Asks vLLM again if it ends the turn early, as after a padding row of the embedding."""
         for _ in range(TRIES):
             for token, logprob in self._completion(sequence, layout):
                 if token >= layout.tokenizer.size:
@@ -188,7 +191,7 @@ class VllmServer:
         )
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
-        """Returns tokens that go on from a sequence, with their log-probabilities."""
+        """Returns the tokens with which vLLM continues a sequence, and their log-probabilities."""
         turn_tokens = layout.lengths.max_new_tokens - len(sequence.turn)
         episode_tokens = layout.lengths.max_length - len(sequence.tokens)
         request = NEUTRAL | {

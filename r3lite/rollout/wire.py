@@ -22,7 +22,7 @@ from r3lite.protocols.tokenizer import ROLES
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
 
-# Log-probabilities: fp32 holds none below, and rounding takes none further above 0.
+# Bounds of a log-probability: fp32 has no lower number, and rounding lifts none further above 0.
 LOWEST = -3.4e38
 HIGHEST = 1e-3
 
@@ -57,9 +57,10 @@ class AdapterFiles:
         return hashlib.sha256(self.body).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
-        """Writes the two files, each at once: a server that another thread sent here may have the same file mapped.
+        """Writes the two files. Each replaces its old version in one operation.
 
-        Raises InvalidRecord if they are not two.
+        They are not overwritten in place: a server that another thread sent to the folder may have them mapped.
+        Raises InvalidRecord if the body is not two files.
         """
         config, zero, weights = self.body.partition(b"\0")
         if not zero:
@@ -73,15 +74,15 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class Ticket:
-    """An episode to sample: its question and its seed; or another end of an episode, after its first steps."""
+    """An episode to sample, from its question and seed. With `start` it ends an earlier episode in another way."""
 
     question: Question
     seed: str
-    index: int  # among the episodes of its request
-    start: tuple[Sequence, int] | None = None  # the episode to end in another way, and the steps that both share
+    index: int  # position among the episodes that are sampled together
+    start: tuple[Sequence, int] | None = None  # the earlier episode, and how many of its first steps are kept
 
     def sequence(self) -> Sequence:
-        """Returns the sequence before anything of it is sampled; without tokens if it is to be opened."""
+        """Returns the sequence as it is before sampling: empty, or with the steps that `start` keeps."""
         stream = Uniforms(self.seed)
         if self.start is None:
             return Sequence(self.question, stream=stream, index=self.index)
@@ -187,10 +188,10 @@ def sequence_from_json(
     limits: EpisodeLimits,
     index: int = 0,
 ) -> Sequence:
-    """Returns a finished sequence, which no critic has seen.
+    """Returns a finished sequence. Its values are 0, because no critic has seen it.
 
-    Raises InvalidRecord unless its parts fit the limits and one another. Each step ends at a token that was sampled,
-    and the last one at the end: rewards belong to these tokens. The last step alone has an answer, if there is one.
+    Raises InvalidRecord unless its parts fit the limits and one another. Each step must end at a sampled token, and the
+    last step at the last token: rewards belong to these tokens. Only the last step may have an answer.
     """
     tokens = whole_numbers(record, "tokens", limits.vocabulary)
     if len(tokens) > limits.max_length:
@@ -247,7 +248,7 @@ def whole_numbers(record: Record, key: str, limit: int) -> list[int]:
 
 
 def log_probabilities(record: Record, key: str) -> list[float]:
-    """Returns a list of log-probabilities, of which rounding may take one a little above 0; raises InvalidRecord."""
+    """Returns a list of log-probabilities; raises InvalidRecord. Rounding may have lifted some a little above 0."""
     numbers = record.items(key)
     if not all(type(number) in (int, float) and LOWEST <= number <= HIGHEST for number in numbers):
         raise record.wrong(key, "a list of log-probabilities")

@@ -23,7 +23,8 @@ from r3lite.serving.http import Event, RequestGuard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
 from r3lite.settings import LimitSettings, ServerSettings
 
-KEY = re.compile(r"[\w-]{1,80}")  # of a body; the names of types that stand between keys, such as list[Part], are none
+# A key of a body. The location of a validation error also has names of types, such as list[Part], which do not match.
+KEY = re.compile(r"[\w-]{1,80}")
 
 
 class Generate(BaseModel, extra="forbid"):
@@ -134,7 +135,7 @@ def add_descriptions(app: FastAPI, desk: Desk, needs_token: bool, max_requests: 
 
 
 def add_errors(app: FastAPI) -> None:
-    """Has every error answered in one shape, without a path, a trace or what was sent."""
+    """Answers every error in one form: no file path, no stack trace, and of the request at most a short name."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, Refusal):
@@ -153,7 +154,7 @@ def problem_of(request: Request, error: RequestValidationError) -> str:
     """Says what is wrong with a body, and where."""
     if "json" not in request.headers.get("content-type", ""):
         return "The header Content-Type must be application/json."
-    # Where several types are allowed, each has its problem. The one that fits best was read furthest.
+    # Where a field may have several types, there is a problem for each. The type that fits best got furthest.
     problem = max(error.errors(), key=lambda each: len(each["loc"]))
     parts = map(str, problem["loc"][1:])
     place = ".".join(part for part in parts if KEY.fullmatch(part))
@@ -165,8 +166,10 @@ def problem_of(request: Request, error: RequestValidationError) -> str:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Returns the headers that say what a browser may do on the page: run the script and use the style that are in it,
-    and ask this server."""
+    """Returns the headers that limit what a browser may do on the page.
+
+    It may run the page's own script, use its own style, and send requests to this server.
+    """
     policy = (
         "default-src 'none'",
         f"script-src {hashes_of(page, 'script')}",

@@ -1,4 +1,7 @@
-"""What is asked of the server and what it answers, and what answers for it. Knows no HTTP and no model."""
+"""What the server is asked and what it answers, and the interface of what finds the answers.
+
+Knows no model, and of HTTP only the status of a refusal.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,9 +26,10 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set.
+    """One request: a text, the mode and the adapter that answer it, and the `earlier` messages.
 
-    The answer is remembered in the `conversation`; of a `retry` in place of the last one.
+    A sampling setting that is None has the server's value. The turn is remembered in the `conversation`, if there is
+    one; with `retry` it replaces the last turn.
     """
 
     text: str
@@ -73,26 +77,30 @@ class ServedAnswer:
 class Answering(Protocol):
     """The model behind the server. One thread uses it, but any may call `prepare`."""
 
-    modes: dict[str, str]  # of those that can be asked in, the adapter
+    modes: dict[str, str]  # the default adapter of each mode that can be asked in
     adapters: list[str]
-    learned_modes: list[str]  # of `modes`, those that `auto` chooses from
-    notes: dict[str, str]  # by mode, what a person should know who chooses it
-    missing: dict[str, str]  # by mode that cannot be asked in, why
+    learned_modes: list[str]  # the part of `modes` that `auto` chooses from
+    notes: dict[str, str]  # by mode: what a person who chooses it should know
+    missing: dict[str, str]  # by mode that cannot be asked in: the reason
     about: dict[str, Any]  # `model`, `adapters`, `documents`: what is served, by name; `examples`: questions
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
-        """Returns the ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is
-        answered."""
+        """Returns the ask, ready for `join`; raises R3LiteError if it is too long.
+
+        `tell` is called with each event while the ask is answered.
+        """
 
     def join(self, prepared: Any) -> None:
-        """Begins to answer it, or has it wait for its turn."""
+        """Begins to answer a prepared ask, or lets it wait for its turn."""
 
     def leave(self, prepared: Any) -> None:
-        """Has it end soon, without an answer."""
+        """Makes a joined ask end soon; nobody waits for its answer."""
 
     def iterate(self) -> list[tuple[Any, ServedAnswer | None]]:
-        """Goes on with all of them for a moment; returns those that ended, without an answer if one has failed for a
-        reason that concerns no other."""
+        """Goes on with all joined asks for a moment; returns those that have ended, with their answers.
+
+        None instead of an answer: this ask has failed, for a reason that does not concern the others.
+        """
 
     def restart(self) -> None:
         """Forgets all that joined, after `iterate` failed."""

@@ -1,6 +1,6 @@
 """Takes requests in: checks limits, selects mode and adapter, remembers conversations, and follows the answer.
 
-Knows no HTTP but a refusal's status.
+Knows of HTTP only the status of a refusal.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
-CLIENTS = 10_000  # the rates of so many clients are remembered
+CLIENTS = 10_000  # maximum clients whose rates are remembered
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ClientRates:
 
 @dataclass
 class Places:
-    """Limits the requests that are answered or wait at a time, in all and of each client."""
+    """Limits how many requests may be waiting or in progress at the same time, in total and for each client."""
 
     limit: int
     limit_of_client: int
@@ -71,7 +71,7 @@ class Places:
 
     def free(self, client: str) -> None:
         """Frees a place."""
-        self.taken -= Counter((client,))  # which forgets a client without places
+        self.taken -= Counter((client,))  # -= also drops a client whose count becomes 0
 
 
 @dataclass

@@ -22,18 +22,18 @@ from r3lite.core.listening import CONNECTION_LIMITS, host_of, is_loopback
 from r3lite.serving.asks import Ask, Refusal, ServedAnswer
 from r3lite.serving.desk import Desk
 
-OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
+OPEN_PATHS = ("/", "/api/health")  # need no token: the page itself asks the user for it
 
-Event = dict[str, Any] | ServedAnswer | Refusal  # the last of an ask is its answer or why there is none
+Event = dict[str, Any] | ServedAnswer | Refusal  # the last event of an ask is a ServedAnswer or a Refusal
 Events = AsyncGenerator[dict[str, Any] | ServedAnswer, None]
 Texts = Callable[[Event], Iterable[str]]
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 by uvicorn, which would wait without end for a head to arrive and for a reply to be read.
+    """uvicorn's HTTP/1.1 with time limits: uvicorn itself waits without end for a head, and for a reply to be read.
 
-    The time for a head begins with the connection, with the end of a reply, or with the head's first byte. That for a
-    reply begins when the client has left so much unread that nothing more can be sent.
+    The time for a head begins with the connection or with the end of a reply. The time for a reply to be read begins
+    when the client has left so much unread that nothing more can be sent.
     """
 
     limits = CONNECTION_LIMITS
@@ -71,7 +71,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Starts the time while a head is awaited, and ends it as soon as there is one."""
+        """Starts the timer if a head is awaited and no timer runs; stops it once the head is there."""
         is_awaited = self.cycle is None or self.cycle.response_complete
         if not is_awaited:
             self._end_head_time()
@@ -124,7 +124,7 @@ TOO_MANY_CONNECTIONS = Refusal(503, "overloaded", "The server has too many conne
 
 
 def bytes_of(refusal: Refusal) -> bytes:
-    """Returns a refusal as it is sent on a connection on which nothing is read, and that is closed then."""
+    """Returns a refusal as the bytes for a connection that is closed after them, without reading a request."""
     body = json.dumps({"error": error_of(refusal)}).encode()
     head = (
         f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
@@ -136,7 +136,7 @@ def bytes_of(refusal: Refusal) -> bytes:
 
 
 class RequestGuard:
-    """ASGI middleware that refuses, or hands the whole body on."""
+    """ASGI middleware that refuses a request, or reads its whole body and hands it on."""
 
     def __init__(self, app: ASGIApp, desk: Desk, token: str | None, max_body: int, on_loopback: bool):
         self.app = app
@@ -171,7 +171,7 @@ class RequestGuard:
         await self.app(scope, replay, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        # A web page elsewhere could have its own name resolve to this machine.
+        # Another web page could let its own host name resolve to this machine (DNS rebinding).
         if self.on_loopback and not is_loopback(host_of(headers.get("host", ""))):
             raise Refusal(400, "unknown_host", "This server answers only requests to this machine.")
         if scope["method"] == "POST":
@@ -187,7 +187,7 @@ class RequestGuard:
         return Refusal(413, "too_large", f"The request is larger than {self.max_body >> 10} KiB.")
 
     async def _body(self, receive: Receive) -> bytes:
-        """Returns the body; Refusal if it is too large, before more of it is read."""
+        """Returns the body; raises Refusal as soon as more than `max_body` bytes have come."""
         body = bytearray()
         while True:
             message: Any = await receive()
@@ -212,10 +212,13 @@ def client_of(scope: Scope) -> str:
 async def respond(
     request: Request, desk: Desk, ask: Ask, reply: Callable[[ServedAnswer], dict], texts: Texts | None
 ) -> Response:
-    """Returns the response to an ask: with `texts` a stream of these texts of each event, one line each, else the
-    `reply`."""
+    """Returns the response to an ask.
+
+    With `texts` it is a stream with a line for each of the texts that `texts` makes of an event; else JSON, which
+    `reply` makes of the answer.
+    """
     events = desk.answer(client_of(request.scope), ask, follows=texts is not None)
-    start = await anext(events)  # what refuses the ask does so while there is a status to say it with
+    start = await anext(events)  # before the response begins, so that a Refusal still sets the status
     if texts is None:
         return JSONResponse(reply(await answer_of(request, events)))
     lines = (f"data: {text}\n\n" async for event in _with_refusal(start, events) for text in texts(event))
@@ -234,8 +237,10 @@ async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[
 
 
 async def answer_of(request: Request, events: Events) -> ServedAnswer:
-    """Returns the next event, which is the answer. If the client goes away before, all ends: nobody reads the
-    Refusal."""
+    """Returns the next event, which is the answer.
+
+    If the client goes away first, the ask is stopped. The Refusal then only ends the request: nobody reads it.
+    """
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

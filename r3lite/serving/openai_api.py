@@ -21,7 +21,7 @@ from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Text, respond
 
-# Further fields of the body and of its messages. Those that are in neither table are refused.
+# The body and its messages may have further fields. A field that is in neither of the two tables below is refused.
 # Fields that are ignored, whatever their value: they change no answer.
 HARMLESS = {
     "user",
@@ -197,7 +197,7 @@ class ChatReply:
 
     head: dict[str, Any]  # fields that all chunks have in common
     mode: str
-    with_usage: bool  # a streamed reply has its numbers of tokens in a chunk of their own, else in the last chunk
+    with_usage: bool  # in a stream, the numbers of tokens get a chunk of their own; else they are in the last chunk
     sent: str = ""  # the part of the answer that was streamed so far
 
     def completion(self, answer: ServedAnswer) -> dict[str, Any]:
@@ -209,8 +209,10 @@ class ChatReply:
         return self.head | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer)}
 
     def chunks(self, event: Event) -> Iterator[str]:
-        """Yields the chunks of an event: the role at the start, then pieces of text, and at the end its reason and
-        `[DONE]`."""
+        """Yields the chunks of an event.
+
+        The first event gives the role, the next ones give pieces of text, the last one the finish reason and `[DONE]`.
+        """
         if isinstance(event, ServedAnswer):
             yield from self._last_chunks(event)
         elif isinstance(event, Refusal):
@@ -228,8 +230,8 @@ class ChatReply:
                 yield self._chunk({"content": piece})
 
     def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
-        # A client may have read text that is no part of the answer: that it was a thought showed only at `</think>`.
-        # Then the answer is not sent once more.
+        # What was streamed may not be the answer's beginning: a text may turn out to be a thought only at `</think>`.
+        # Then nothing more of the answer is sent.
         if answer.final_answer.startswith(self.sent):
             unsent = answer.final_answer.removeprefix(self.sent)
             if unsent:

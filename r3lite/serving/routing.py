@@ -30,8 +30,8 @@ QUESTION = re.compile(
 def route(text: str, modes: Collection[str]) -> str:
     """Returns the mode of `modes` that fits a question.
 
-    Small talk and what is to be written go to chat, sums and suppositions to reasoning, other questions to search, all
-    else to chat. If there is no such mode, the next of search, reasoning and chat takes its place.
+    Small talk and requests to write something go to chat, sums and suppositions to reasoning, other questions to
+    search, all else to chat. A missing mode is replaced: reasoning by search, search by reasoning, both else by chat.
     """
     if SMALL_TALK.search(text) or WRITING.search(text):
         return "chat"

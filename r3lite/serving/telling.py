@@ -13,7 +13,7 @@ from r3lite.serving.asks import Ask, NumberedPassage, ServedAnswer, Tell
 
 @dataclass
 class Growing:
-    """An ask and the transcript that answers it, with what has been heard of it."""
+    """An ask, the transcript that answers it, and the text of its turns so far."""
 
     ask: Ask
     transcript: Transcript
@@ -52,8 +52,10 @@ class Growing:
         self.tell({"type": "step", **record, "documents": passages, "failed": failed})
 
     def answer(self, why: str) -> ServedAnswer:
-        """Returns the answer; `why` says why there is none. The text of a chat up to where it was cut off is its
-        answer."""
+        """Returns the answer; `why` says why there is none.
+
+        Of a chat that was cut off, the text so far is the answer.
+        """
         episode = self.transcript.episode()
         trace = "\n".join(turn for turn in self.turns if turn)
         final_answer = episode.prediction
@@ -77,9 +79,9 @@ class Growing:
         )
 
     def _heading_characters(self, analysis: str) -> int:
-        """Returns the number of characters at the end of an analysis that may begin what follows it, such as a
-        heading."""
+        """Returns how many characters at the end of an analysis may be the beginning of the heading that follows it."""
         longest = 0
+        # Each step is rendered with "\0" as its texts: between the two "\0" is what separates its parts.
         for step in (Step.asking("\0", "\0"), Step("\0", answer="\0")):
             parts = self.protocol.render(step, 1).split("\0")
             if len(parts) != 3:
@@ -114,7 +116,7 @@ def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[s
 
 
 def sources_of(episode: Episode, answer: str = "") -> list[NumberedPassage]:
-    """Returns the passages of an episode, each once. Cited are those that hold the answer word for word."""
+    """Returns the passages of an episode, each once; `cited` marks those that have the answer word for word."""
     answer_words = split_words(normalize(answer))
     passages = []
     for document, number in numbered(episode.documents).items():

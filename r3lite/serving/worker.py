@@ -22,22 +22,22 @@ class Job:
         self.prepared: Any = None
         self.stopped = False  # set on the event loop, read on the thread
         self._loop = asyncio.get_running_loop()
-        # What happens, then the answer; or None if it ended in an error of ours, which the server's log has.
+        # The progress, then the answer. None instead of the answer: an error in the server, which is in its log.
         self.events: asyncio.Queue[dict[str, Any] | ServedAnswer | None] = asyncio.Queue()
 
     def put(self, event: dict[str, Any] | ServedAnswer | None) -> None:
-        """Adds to the events; from the thread."""
+        """Adds an event; may be called on any thread."""
         if not self.stopped:
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class AnsweringThread:
-    """Answers jobs on a thread of its own, in the order in which they are submitted."""
+    """Answers jobs on a thread of its own, and begins them in the order in which they are submitted."""
 
     def __init__(self, answering: Answering):
         self.answering = answering
         self._incoming: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by the id of what was prepared for it
+        self._jobs: dict[int, Job] = {}  # by the id() of `prepared`
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class AnsweringThread:
                     self.answering.leave(job.prepared)
             try:
                 finished = self.answering.iterate()
-            except Exception:  # whatever it is, the next ones shall be answered
+            except Exception:  # whatever it is, the next jobs are to be answered
                 traceback.print_exc(file=sys.stderr)
                 for job in self._jobs.values():
                     job.put(None)

@@ -95,7 +95,7 @@ class SftConfig(CommandConfig):
         return math.ceil(total_rows / self.rows_per_step), total_rows
 
     def steps(self, rows: int | None) -> int | None:
-        """Returns the optimizer steps of the run over this number of rows; None if it decides and is not known."""
+        """Returns the optimizer steps of the run; None if --max-steps is not set and the number of rows is unknown."""
         if rows is None:
             return self.schedule.max_steps
         steps, _ = self.steps_and_row_limit(rows)
@@ -133,7 +133,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Returns the rounds of the run over this number of questions; None if it decides and is not known."""
+        """Returns the rounds of the run; None if --max-steps is not set and the number of questions is unknown."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)
@@ -173,7 +173,7 @@ class CollectConfig(SamplingConfig):
             "a run without --teacher-logprobs",
             lambda s: not s.teacher_logprobs,
         ),
-        # --model, --dtype, --device and --seed may be the same in all commands.
+        # --model, --dtype and --device are left out: they may be set for all commands alike.
         NeedsOthers(
             names_of(
                 ModelSettings,
@@ -186,7 +186,8 @@ class CollectConfig(SamplingConfig):
             "--source self or --teacher-logprobs",
             loads_model,
         ),
-        # Or documents are cut with its tokenizer, as an episode has them.
+        # Without a model that samples, --baseline needs these, too: it cuts documents with the model's tokenizer, as an
+        # episode does.
         NeedsOthers(
             "thinking max_new_tokens max_length",
             "--source self, --teacher-logprobs or --baseline",
@@ -297,5 +298,5 @@ class QuickstartConfig(CommandConfig):
     quickstart: QuickstartSettings = QuickstartSettings()
 
 
-# Of the commands that answer questions.
+# The settings of the commands that answer questions.
 AnsweringConfig = AskConfig | EvaluateConfig | ServeConfig

@@ -14,7 +14,10 @@ def is_server(place: str) -> bool:
 
 
 def collection_server(address: str) -> str | None:
-    """Returns the HTTP address behind a Qdrant collection's, qdrant://... or qdrant+https://...; None for another."""
+    """Returns the HTTP form of the address of a Qdrant collection; None if it is no such address.
+
+    The address of a collection begins with qdrant:// or qdrant+https://.
+    """
     for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):
         if address.startswith(scheme):
             return http + address.removeprefix(scheme)
@@ -22,7 +25,7 @@ def collection_server(address: str) -> str | None:
 
 
 def check_address(setting: str, address: str, example: str) -> None:
-    """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
+    """Raises UsageError unless an address is that of a server. The error does not quote it: it may hold a password."""
 
     def wrong(problem: str) -> UsageError:
         return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")

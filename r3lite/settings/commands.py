@@ -148,7 +148,7 @@ class TeacherCacheSettings(Section):
     """number of most likely tokens kept of each distribution"""
 
 
-# What a reader calls the values of --baseline.
+# The values of --baseline as reports name them.
 BASELINES = {
     "rag": "plain RAG", "closed-book": "closed book", "gold": "gold paragraphs", "no-retrieval": "no retrieval",
     "single-retrieval": "single retrieval",
@@ -156,7 +156,7 @@ BASELINES = {
 
 
 def with_baseline(name: str, settings: dict) -> str:
-    """Returns the name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
+    """Returns the name of an evaluation with these settings, followed by the name of its --baseline, if it has one."""
     baseline = BASELINES.get(str(settings.get("baseline")))
     return f"{name} ({baseline})" if baseline else name
 
@@ -207,7 +207,7 @@ class EvaluateSettings(Section):
 
 
 def _names_in(text: str) -> list[str]:
-    """Returns the names of a list with commas, without blank ones."""
+    """Returns the names in a comma-separated list, without blank ones."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -423,7 +423,7 @@ class PlanSettings(Section):
 class CardSettings(Section):
     """Card."""
 
-    # The device of a preset, such as the CPU of `tiny`, is that of a run on this machine.
+    # --card implies CUDA, because the device of a preset, such as the CPU of `tiny`, is for a run on this machine.
     implied: ClassVar = {"card": {ANY: {"device": "cuda"}}}
     needs: ClassVar = (NeedsOthers("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),)
 

@@ -24,7 +24,7 @@ class Common(Section):
 
     needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
 
-    # Free, as its values have become those of the other settings.
+    # Free, because the other settings have taken over its values.
     preset: Basic[Free[OfRun[str]]] = "laptop-4gb"
     """built-in set of defaults: hop-weighted, hotpotqa, laptop-4gb, laptop-4gb-1.5b, laptop-4gb-3b, r-search,
     r-search-dag, r3-rag, search-bonus, search-r1, solution or tiny"""
@@ -41,12 +41,12 @@ class Common(Section):
 class CommandConfig(Frozen):
     """Holds what the settings of all commands begin with."""
 
-    needs: ClassVar[tuple[NeedsOthers, ...]] = ()  # of settings that the command shares with others
+    needs: ClassVar[tuple[NeedsOthers, ...]] = ()  # for settings whose sections other commands have, too
 
     common: Common = Common()
-    # Where each setting stood that the user has set to something else than the preset; `resolve` fills it.
+    # By setting: where the user set it, if its value differs from the preset's; `resolve` fills this.
     set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
-    # Where each setting comes from that was taken from an index or a run (core/inherited.py).
+    # By setting: the index or the run that its value was taken from (core/inherited.py).
     inherited: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
 
     def check_settings(self, command: str) -> None:
@@ -60,13 +60,13 @@ class CommandConfig(Frozen):
 
 
 class Weighted(dict):
-    """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML.
+    """NAME=WEIGHT, or a table whose weight is 1 unless it is given. A dict, so that JSON and TOML files can hold it.
 
     An equals sign before a slash belongs to a path, as in runs/lr=1e-4/gold.jsonl.
     """
 
     def __init__(self, entry: Any, key: str):
-        """`key` is that of the name in the table."""
+        """`key` is the key of NAME in the table."""
         if isinstance(entry, str):
             name, equals, weight = entry.rpartition("=")
             if equals and not re.search(r"[/\\]", weight):

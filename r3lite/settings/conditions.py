@@ -25,7 +25,7 @@ def uses_format(*names: str) -> Callable[[CommandSettings], bool]:
 
 
 def searches_by_graph(s: CommandSettings) -> bool:
-    """Tells whether searches are the nodes of a graph, which may name a kind of source."""
+    """Tells whether searches are the nodes of a graph. A node may name a kind of source."""
     return "dag" in formats(s) or ("tags" in formats(s) and bool(s.search_graph))
 
 

@@ -62,7 +62,7 @@ class JudgeSettings(Section):
 
     @property
     def local_model(self) -> str | None:
-        """The model of --judge local; None: that of --model."""
+        """The model of --judge local; None: the model of --model."""
         return None if self.judge_model == GEMINI else self.judge_model
 
     def check(self) -> None:

@@ -59,7 +59,7 @@ class EncoderSettings(Section):
 class RetrievalSettings(EncoderSettings):
     """Retrieval."""
 
-    # --encoder and --top-k may stay while retrievers and baselines are compared.
+    # --encoder and --top-k are left out: users may keep them while they compare retrievers and baselines.
     needs: ClassVar = (
         *EncoderSettings.needs,
         NeedsOthers(
@@ -163,7 +163,7 @@ class RetrievalSettings(EncoderSettings):
 
     @property
     def is_collection(self) -> bool:
-        """Tells whether documents come from a Qdrant collection, for whose queries there is an encoder here."""
+        """Tells whether documents come from a Qdrant collection. Its queries are encoded here."""
         return collection_server(self.retriever) is not None
 
     @property
@@ -171,7 +171,7 @@ class RetrievalSettings(EncoderSettings):
         """Returns the settings of the retriever of each kind of source that --source-index names."""
         by_source: dict[str, RetrievalSettings] = {}
         for source, place in map(name_and_path, self.source_index or ()):
-            # Without a query cache, too: the one that this section names is used by all.
+            # --query-cache is unset, too: all these retrievers share the cache that this section names.
             unset = ("corpus", "index", "source_index", "noise_rate", "query_cache")
             changes: dict[str, str | None] = dict.fromkeys(unset)
             if is_server(place):
@@ -234,7 +234,7 @@ class ProcedureSettings(Section):
         NeedsOthers("", "a --baseline with steps", has_steps),
     )
 
-    # `procedures --add` makes the file.
+    # No remedy, so that a missing file is no error here: `procedures --add` creates it.
     procedures: Annotated[str | None, InputPath("file or folder")] = None
     """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; the
     best match for a question, if there is one, is inserted before it"""
@@ -282,7 +282,7 @@ class IndexSettings(EncoderSettings):
 
     @property
     def edits(self) -> bool:
-        """Tells whether an index is changed and none is built."""
+        """Tells whether an existing index is changed, instead of a new one built."""
         return bool(self.add or self.delete)
 
     def check(self) -> None:

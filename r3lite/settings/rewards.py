@@ -45,7 +45,7 @@ class RewardSettings(Section):
     """Rewards."""
 
     needs: ClassVar = (
-        # No answer would be rewarded.
+        # Harmful: in a format without searches, no answer would be rewarded.
         NeedsOthers("least_searches", "a --format that searches", has_queries, harmful=True),
         NeedsOthers("search_bonus idle_query_penalty process_judge", "a --format that searches", has_queries),
         NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", has_documents),

@@ -10,7 +10,7 @@ from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 
 Top = Annotated[int, Bounds(low=1, high=1024)]
-# The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
+# The keys of rl.algorithms.ALGORITHMS; a test checks that they are the same.
 Algorithm = Literal[
     "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo",
     "hybrid", "dgpo",
@@ -31,8 +31,8 @@ PAPERS = {
 }  # fmt: skip
 
 
-# The rewards that --learn answer does not pay: they are equal for all ends of a context, or teach another thing than
-# reading.
+# The rewards that --learn answer does not pay: they are equal for all last turns after the same context, or they teach
+# something else than reading the documents.
 UNPAID_FOR_ANSWERS = (
     "outcome_f1", "outcome_judge", "process_recall", "process_judge", "format_reward", "least_searches", "search_bonus",
     "idle_query_penalty", "rewards",
@@ -164,5 +164,5 @@ class RLSettings(Section):
         return self.kl_beta > 0 or self.kl_budget is not None
 
     def questions_at(self, share: float) -> int:
-        """Returns the number of a round's questions that a share is, rounded up."""
+        """Returns a share of a round's questions as a number of questions, rounded up."""
         return math.ceil(share * self.batch_size)

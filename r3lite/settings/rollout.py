@@ -7,14 +7,14 @@ from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
 from r3lite.settings.conditions import has_documents, has_queries
 
-# Lower temperatures are greedy. Logits over such a number may exceed float32, and what is likeliest has all of the
-# probability anyway, unless two logits are as good as equal.
+# Lower temperatures count as greedy. Logits divided by them may exceed float32, and the likeliest token has all of the
+# probability anyway, unless two logits are almost equal.
 LEAST_TEMPERATURE = 1e-5
-# At most so many sequences are sampled with drafts, whether they share rows or not. A pass over more rows has enough to
-# compute, and the memory plan has the logits of drafts for so many sequences.
+# Maximum sequences that are sampled with drafts, whether they share rows or not. A pass over more rows has enough to
+# compute without drafts, and the memory plan counts the logits of drafts for this many sequences.
 DRAFTING_SEQUENCES = 16
-# Places of the rows of a CUDA graph with drafts, in all: a card reads the weights once for so many, which takes longer
-# than computing them.
+# Places of all rows of a CUDA graph with drafts together. A card reads the weights once for all of them, and that takes
+# longer than the computation.
 GRAPH_PLACES = 32
 MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
 TRUNCATED_ROWS = 8  # rows whose probabilities are sorted at once, for top-k and top-p: more would need memory
@@ -52,8 +52,8 @@ class LengthSettings(Section):
     def most_turns(self) -> int:
         """Returns the most turns of the model in an episode.
 
-        They are one before each retrieval, one more that asks or reaches its token limit, and that of the answer which
-        is then forced (`Layout.close_turn`).
+        These are a turn before each retrieval, one more turn, which asks again or reaches its token limit, and the turn
+        of the answer that is then forced (`Layout.close_turn`).
         """
         return self.max_hops + 2
 

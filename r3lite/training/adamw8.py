@@ -1,10 +1,11 @@
 """AdamW with moments of 8 bits, which updates one tensor at a time, as soon as its gradient is there.
 
-Full fine-tuning takes it: a weight in bf16 takes 2 bytes and its moments 2 more, and no gradient stays for long. As in
-arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest magnitude. A number is then a float of 4
-bits of exponent: of the first moment with a sign and 3 bits of mantissa, of the root of the second, which is never
-negative, with 4. Weights and moments are rounded up or down by chance, so that in the mean nothing is lost of changes
-that are smaller than half a step: bf16 has 8 bits, and a learning rate of 1e-5 changes the 17th.
+Full fine-tuning uses it: a weight in bf16 takes 2 bytes and its moments 2 more, and no gradient stays for long. As in
+arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest magnitude. A scaled number is stored as a
+float of 8 bits, 4 of them the exponent. The first moment has a sign and 3 bits of mantissa. Of the second moment the
+root is stored, which is never negative: it has 4 bits of mantissa and no sign. Weights and moments are rounded up or
+down by chance, so that on average no change is lost that is smaller than half a step: bf16 has 8 bits, and a learning
+rate of 1e-5 changes the 17th.
 
 The norm of all gradients is known only when most weights have changed already. So each tensor's gradient is clipped by
 itself, to its share of `max_norm` by its number of weights: the norm of all together is at most `max_norm`.
@@ -21,7 +22,7 @@ from r3lite.devices.precision import NonFiniteGradients
 BLOCK = 256
 TILE = 2**19  # weights updated at once: 25 MiB of temporaries
 MIN_WEIGHTS = 4096  # tensors of fewer weights, such as norms, have moments in fp32 (as in bitsandbytes)
-LOWEST = (127 - 16) << 23  # the bits of 2^-16 in fp32; numbers below it, of a block's largest, become 0
+LOWEST = (127 - 16) << 23  # the bits of 2^-16 in fp32; numbers below 2^-16 times the block's largest get the code 0
 BETA1 = 0.9
 BETA2 = 0.999
 EPS = 1e-8
@@ -39,13 +40,13 @@ class AdamW8(torch.optim.Optimizer):
         max_norm: float,
         seed: int,
     ):
-        """Weights are decayed, but for those of norms and biases. All are on one device, in bf16 or fp32."""
+        """Takes parameters on one device, in bf16 or fp32. Vectors, such as norms and biases, are not decayed."""
         group = {"params": list(parameters.items()), "lr": rate, "peak_lr": rate}
         super().__init__([group], {})
         self.weight_decay = weight_decay
         self.seed = seed
         count = sum(parameter.numel() for parameter in parameters.values())
-        self.max_norm = max_norm / math.sqrt(count)  # of a single weight
+        self.max_norm = max_norm / math.sqrt(count)  # the share of one weight; n weights have sqrt(n) times this
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.device = next(iter(parameters.values())).device
         self.generator = torch.Generator(self.device)
@@ -53,7 +54,7 @@ class AdamW8(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Updates one parameter by its gradient, which may be overwritten. One that is not finite counts as zero."""
+        """Updates one parameter by its gradient, and may overwrite it. A gradient that is not finite counts as zero."""
         state = self.state[parameter]
         if not state:
             self._fill(state, parameter.numel())
@@ -175,7 +176,7 @@ def encoded(values: Tensor, noise: Tensor, mantissa: int) -> tuple[Tensor, Tenso
 def decoded(codes: Tensor, scale: Tensor, mantissa: int) -> Tensor:
     """Returns the fp32 values of what `encoded` returned.
 
-    A first moment's lowest magnitude is 0; a second's is not: it is divided by.
+    The code 0 is 0 in the first moment, but not in the root of the second, because updates are divided by it.
     """
     bits = codes.int()
     if mantissa == 4:

@@ -43,7 +43,7 @@ class Checkpoint:
     """The content of one checkpoint."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]  # of each of GROUPS, and of parts that have tensors
+    tensors: dict[str, dict[str, Tensor]]  # by group: GROUPS, and the names of parts that have tensors
     state: dict
 
 
@@ -139,7 +139,7 @@ def fault(folder: Path) -> str | None:
 
 def _check_files(folder: Path) -> None:
     """Raises R3LiteError or OSError unless the folder holds what its manifest says."""
-    (folder / MANIFEST).stat()  # one that is missing is reported as any missing file
+    (folder / MANIFEST).stat()  # raises FileNotFoundError, so that `fault` reports it like any missing file
     manifest = read_record(folder / MANIFEST, REMEDY)
     format_number = manifest.whole("format")
     if format_number != FORMAT:
@@ -217,9 +217,9 @@ def newest_valid(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int, spare: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, and that of step `spare`.
+    """Removes all checkpoints except the newest `keep` and that of step `spare`.
 
-    One that cannot be removed is reported, and the run goes on.
+    If a checkpoint cannot be removed, a warning is printed and the run goes on.
     """
     for step, folder in list(folders_by_step(output).items())[:-keep]:
         if step == spare:
@@ -232,7 +232,7 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
-    # On Windows, while a program has one of its files open, it cannot.
+    # On Windows a folder cannot be renamed while a program has one of its files open.
     with explained(
         OSError,
         f"{folder} cannot be removed",

@@ -16,7 +16,7 @@ QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the que
 # Optimizer steps. After twice as many, SmolLM2-135M followed the format in 85 % of its steps, and that is the shortest
 # SFT whose effect was measured (bench/results/own-documents.json).
 FEWEST_STEPS = 30
-DIGITS = 16  # of a hash, hexadecimal: of a million questions two are alike with a probability of 3e-8
+DIGITS = 16  # hexadecimal digits of a hash: any two of a million questions share one with a probability of 3e-8
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def question_hash(text: str) -> str:
 def demonstrated(adapter: str | Path) -> set[str]:
     """Returns the hashes of the questions whose demonstrations an adapter has learned.
 
-    These are the questions of its run of SFT and of those of the adapters that it was trained on from; runs that are
-    not known are left out.
+    These are the questions of its own run of SFT, and of the runs that trained the adapters it started from. Runs that
+    are not known are left out.
     """
     hashes: set[str] = set()
     visited: set[Path] = set()
@@ -78,7 +78,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
 def result_of_run(model: str, adapter: str | None) -> str | None:
     """Returns the adapter, or the model if it is the `model/` of a run of `sft --no-lora`.
 
-    None: no run of r3lite is known that made them.
+    None if neither is known to come from a run of r3lite.
     """
     if adapter:
         return adapter

@@ -15,7 +15,7 @@ from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
 SURE = 2.0  # standard errors by which a change must exceed what chance explains
-START_EPISODES = 32  # minimum of the first rounds, which later ones are compared with
+START_EPISODES = 32  # minimum episodes of the first rounds, with which later rounds are compared
 STATE = (  # attributes of a guard that a checkpoint keeps, beside the best validation
     "rounds",
     "first",
@@ -54,7 +54,7 @@ class Best:
 
     step: int
     each: list[float]  # F1 of each question
-    reward: float | None  # mean reward of the rounds before it
+    reward: float | None  # mean reward of the recent rounds at that time
 
     @property
     def f1(self) -> float:
@@ -70,7 +70,7 @@ class Guard:
         self.start_rounds = math.ceil(START_EPISODES / episodes)
         self.rounds = 0  # so far
         self.first: list[Numbers] = []  # the first rounds
-        self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
+        self.recent: list[Numbers] = []  # the newest rounds since the last rollback, at most `guard_patience` of them
         # `right_likelihood` of the recent rounds when the first rounds end; or later, as soon as there are enough right
         # answers.
         self.right_start: float | None = None
@@ -99,8 +99,8 @@ class Guard:
     ) -> Alarm | None:
         """Checks a round by its metrics and, after a validation, by the F1 of each question; returns an alarm or None.
 
-        There is an alarm when a limit has been crossed as often in a row as the settings say. The next one about the
-        same limit comes only after a round within it.
+        There is an alarm when a limit has been crossed as often in a row as the settings say. The same limit raises the
+        next alarm only after it was kept at least once.
         """
         numbers = watched(record)
         self.rounds += 1
@@ -108,7 +108,7 @@ class Guard:
             self.first.append(numbers)
         self.recent = [*self.recent, numbers][-self.settings.guard_patience :]
         self._take_peaks()
-        crossed: dict[str, str | None] = {}  # by limit that was checked: what has happened, or None within it
+        crossed: dict[str, str | None] = {}  # by limit that was checked: a message if it was crossed, else None
         if len(self.first) == self.start_rounds:
             if self.right_start is None:
                 self.right_start = right_likelihood(self.recent)
@@ -180,7 +180,7 @@ class Guard:
             self.best.reward = None
 
     def _crossed_in_round(self, numbers: Numbers) -> dict[str, str | None]:
-        """Returns by limit a message of what is beyond it in this round, or None if nothing is.
+        """Returns for each limit a message if this round is beyond it, else None.
 
         Limits of quantities that this round lacks are left out.
         """
@@ -212,8 +212,8 @@ class Guard:
     def _without_variance(self, numbers: Numbers) -> dict[str, str | None]:
         """Checks the share of groups without variance, if the reward is low.
 
-        While the reward is at its best, equal rewards mean that all is learned. It is low if it is below the best by
-        more than a quarter of the rewards' standard deviation in the first rounds.
+        While the reward is at its best, equal rewards mean that all is learned. The reward is low if it is below its
+        best by more than a quarter of the rewards' standard deviation in the first rounds.
         """
         limit = self.settings.guard_variance
         without_variance = numbers["variance"]
@@ -234,7 +234,7 @@ class Guard:
     def _hacking(self) -> dict[str, str | None]:
         """Checks whether the reward has risen and F1 fallen, compared with the rounds of the highest F1.
 
-        Both are of the episodes that are trained on. Both changes must be larger than the spread between rounds
+        Both are means over the episodes that are trained on. Both changes must be larger than the spread between rounds
         explains: the reward's by SURE standard errors, that of F1 as in `_crossed_in_validation`.
         """
         limit = self.settings.guard_hacking

@@ -14,8 +14,8 @@ class Interrupts:
     """Raises KeyboardInterrupt or Terminated at once if the current step has changed no weight, else after the step.
 
     A step that has begun to change weights could not be resumed exactly, so it is completed; the interruption waits in
-    `pending` until then. A second Ctrl-C raises at once, and the step is lost. The ranks of a run begin an update
-    together, so that none leaves before it while another one completes it.
+    `pending` until then. A second Ctrl-C raises at once, and the step is lost. An update that has begun on several
+    ranks is completed even where no weight has changed yet: another rank may complete it.
     """
 
     def __init__(self, precision: Precision, ranks: Ranks = ALONE):
@@ -46,7 +46,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The block of one step, whose weights are unchanged at its beginning."""
+        """The context of one step. When it begins, the step has changed no weights."""
         self.precision.changed_weights = False
         self.precision.updating = False
         self.inside_step = True

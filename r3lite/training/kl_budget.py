@@ -26,15 +26,18 @@ from r3lite.training import optim
 FORGETTING = 0.9
 STEP_FACTOR = 2.0  # the scale changes by at most this from round to round
 MAX_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
-TAKEN_BACK_FACTOR = 16.0  # the scale falls by at most this after an update that was taken back, and by 2 at least
-LIMIT = 2.0  # an update is taken back if the KL is above this many times what the plan allows,
-FIRST_LIMIT = 0.25  # and above this share of the target: the plan allows next to nothing for the first updates
-SURE = 1.0  # standard errors over questions, by which the KL must be above that
-# Bounds of the remaining path, as multiples of what was planned for the remaining rounds: where the budget is spent,
-# the policy goes on learning slowly, and what was saved is not spent in a few long steps at the end.
+TAKEN_BACK_FACTOR = 16.0  # after an update that was taken back, the scale falls by a factor from STEP_FACTOR to this
+# An update is taken back if the KL is above LIMIT times what the plan allows, and also above FIRST_LIMIT times the
+# target, because the plan allows next to nothing for the first updates: above both by SURE standard errors over
+# questions.
+LIMIT = 2.0
+FIRST_LIMIT = 0.25
+SURE = 1.0
+# Bounds of the remaining path, as multiples of what was planned for the remaining rounds. With them the policy goes on
+# learning slowly when the budget is spent, and what was saved is not spent in a few long steps at the end.
 MIN_REMAINING = 0.25
 MAX_REMAINING = 2.0
-MAX_TARGETS = 100.0  # a KL of more targets, or one that is not finite, counts as so many
+MAX_TARGETS = 100.0  # a KL of more than this many targets, or one that is not a number, counts as this many
 WEIGHTS = "weights/"  # what the names of the copied tensors begin with
 MOMENTS = "moments/"
 STATE = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")  # attributes in checkpoints
@@ -63,14 +66,14 @@ class KlBudget:
         self.sum_kl = 0.0  # the sums of the slope
         self.sum_squares = 0.0
         self.rollbacks = 0  # of the guard
-        self.undo: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it stays
+        self.undo: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it cannot be taken back
         self.metrics: dict[str, float] = {}  # of the round
 
     def begin(self, number: int, rollbacks: int) -> None:
         """Called in round `number` before it is learned from, with the number of rollbacks of the guard.
 
-        After a rollback the weights are not those that the last update led to. Their path is shorter than `path`, so
-        the rate is rather too low then.
+        After a rollback the weights are older than the last update, so it can no longer be taken back. The path that
+        led to them is shorter than `path`, so the rate is rather too low then.
         """
         self.round = number
         if rollbacks > self.rollbacks:
@@ -170,7 +173,7 @@ class KlBudget:
         return copies
 
     def state_dict(self) -> dict:
-        """Returns the state as JSON values, but for `tensors`, which are never changed in place."""
+        """Returns the state as JSON values, and `undo` as `tensors`, which are never changed in place."""
         state = {name: getattr(self, name) for name in STATE}
         if self.undo:
             state["tensors"] = self.undo

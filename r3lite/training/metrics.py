@@ -1,6 +1,7 @@
 """The run's log: one record per step in `metrics.jsonl`, and the same record as a progress line.
 
-Metrics have TRL's names if it has them (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
+Metrics that TRL has, too, are named as in TRL: loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl,
+reward and others.
 """
 
 import contextlib
@@ -140,7 +141,8 @@ PROGRESS = {
 class Clock:
     """Estimates the remaining time of a run by the mean time from step to step in this process.
 
-    The first step takes longer, because kernels are loaded and memory is allocated. It counts only until the second.
+    The first step takes longer, because kernels are loaded and memory is allocated. Its time is used only until the
+    second step has ended.
     """
 
     def __init__(self, read_time: Callable[[], float] = time.perf_counter):
@@ -174,7 +176,7 @@ def _plain(value):
 
 
 def memory_of(device: torch.device) -> str:
-    """Returns what `peak_memory_mib` measures, for the progress line: the plan is of tensors alone."""
+    """Returns what `peak_memory_mib` measures, for the progress line. The memory plan counts tensors alone."""
     if device.type == "cuda":
         return "tensors"
     return "process"
@@ -205,7 +207,7 @@ class MetricsLog:
     """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
 
     On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run. A
-    `tracker` gets every record, too. `memory_of` is what its memory is of (the function of this name).
+    `tracker` gets every record, too. `memory_of` says what the peak memory is of (see the function of this name).
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class ParameterGroup:
 
     parameters: dict[str, nn.Parameter]
     learning_rate: float
-    is_policy: bool = True  # and not a critic, whose rate no --kl-budget scales
+    is_policy: bool = True  # False: a critic, whose learning rate --kl-budget does not scale
 
 
 def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.AdamW:
@@ -59,9 +59,9 @@ def rate_share(
     """Returns the learning rate of step 1..total as a share of the peak.
 
     It rises linearly in the warm-up, and then falls by a cosine or a line towards `floor`. With
-    w = ceil(warmup * total) steps of warm-up, step k <= w has k / (w + 1); step w + 1 has the whole peak, and `floor`
-    would be reached one step after the last, so that no step is without effect even at floor 0. With schedule
-    "constant", the floor is 1.
+    w = ceil(warmup * total) steps of warm-up, at most total - 1, step k <= w has k / (w + 1); step w + 1 has the whole
+    peak, and `floor` would be reached one step after the last, so that no step is without effect even at floor 0. With
+    schedule "constant", the floor must be 1.
     """
     assert 1 <= step <= total, (step, total)
     warmup_steps = min(math.ceil(warmup * total), total - 1)

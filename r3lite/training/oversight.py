@@ -93,8 +93,8 @@ class Oversight:
     def begin(self, done: int) -> dict | None:
         """Called after `run.restore_or_start`, with the steps taken; returns the record of a validation before step 1.
 
-        With it, a checkpoint must be written: of a run that gets worse in its first step it is the best one. None:
-        there is no such validation.
+        None if there is no such validation. With a record, the caller must write a checkpoint of step 0: it stays the
+        best one if the run gets worse in its first step.
         """
         if self.best is not None and not self.run.keep(self.best):
             cause = f"the best checkpoint, of step {self.best}, was deleted"
@@ -115,8 +115,8 @@ class Oversight:
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
         """Called after each step with its record; returns further metrics, and if a checkpoint must be written.
 
-        `failure` is the error that ended the step early. It is an alarm, as is one of the validation, and raised if
-        there is no going back: weights that are nan stay nan.
+        `failure` is the error that ended the step early. Like a NotFinite of the validation, it counts as an alarm; it
+        is raised if there is no checkpoint to go back to, because weights that are nan stay nan.
         """
         metrics: dict = {}
         each = None
@@ -181,7 +181,7 @@ class Oversight:
             _say(f"warning: {problem}: the run may be collapsing{hint}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
-        if self.best != step:  # whose checkpoint is yet to be written
+        if self.best != step:  # if equal, the weights are in place, and their checkpoint is not written yet
             folder = self.run.output / f"checkpoint-{self.best}"
             self.state.go_back(self.run.ranks.from_first(lambda: checkpoint.read(folder)))
         if guard.rollbacks == guard.settings.guard_rollbacks:

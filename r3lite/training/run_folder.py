@@ -37,7 +37,7 @@ from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
 LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # a scheduler or `> log.txt` may have put them there before the run
-NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # numbers of which summary.json has no mean
+NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # metrics whose means are not in summary.json
 
 
 class RunConfig(Protocol):
@@ -77,7 +77,8 @@ class RunFolder:
     ):
         """Opens the folder that --output names, or `default` if it names none.
 
-        `logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume.
+        `logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl. On resume they are cut at
+        the checkpoint's step, as metrics.jsonl is.
         Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ.
         """
         self.command = command
@@ -141,7 +142,10 @@ class RunFolder:
             )
 
     def _check_free(self, resume: str | None) -> None:
-        """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""
+        """Raises R3LiteError for a fresh start in a folder that is not empty.
+
+        With --resume auto it may hold an earlier start of this run without a checkpoint, or logs of a shell.
+        """
         names = names_in(self.output)
         if resume == "auto" and CONFIG in names:
             refuse_another_run(self.output / CONFIG, self.command, config=self.config, output=self.output)
@@ -215,7 +219,7 @@ class RunFolder:
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes the checkpoint of a step, unless it is there."""
-        if step != self.saved_step:  # nor is there anything to save at a fresh start, which is step 0
+        if step != self.saved_step:  # at a fresh start both are 0, and there is nothing to save
             self.write(state, step)
 
     def write(self, state: TrainState, step: int) -> None:
@@ -250,7 +254,7 @@ class RunFolder:
         )
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
-        """Writes `adapter/` from the checkpoint of a step, or with None from the current weights; or `model/`."""
+        """Writes `adapter/`, or `model/`, from the checkpoint of a step; from the current weights if `step` is None."""
         if not self.ranks.first:
             return
         if step is None:
@@ -262,7 +266,7 @@ class RunFolder:
             checkpoint.replace_folder(self.output / state.result, fill)
 
     def write_results(self, state: TrainState, total: int) -> None:
-        """Writes `adapter/`, which is the best one if one is kept as that, or `model/`, and `summary.json`."""
+        """Writes `summary.json`, and `adapter/` or `model/` from the best checkpoint, else from the current weights."""
         if not self.ranks.first:
             return
         self.write_adapter(state, self.best)

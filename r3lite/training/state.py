@@ -39,9 +39,9 @@ class TrainState:
     precision: Precision
     max_grad_norm: float
     save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form, or the model, into a folder
-    result: str = ADAPTER  # or MODEL: the name of that folder in a run
+    result: str = ADAPTER  # or MODEL: the name of the folder that `save_adapter` fills
     data: str = ""  # fingerprint of the training data: a run can only be resumed on the same
-    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints of what else it reads, by what that is
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints of the other inputs, by what each is
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
     parts: dict[str, Stateful] = field(default_factory=dict)  # further parts of checkpoints, by name
     num_tokens: int = 0  # processed so far, without padding

@@ -1,7 +1,8 @@
 """The spans of a run as a file: a Chrome trace, or OpenTelemetry's JSON.
 
-Each step is a trace of its own, so that an interrupted run leaves whole ones. In both layouts a span, or a step's
-spans, are one line that names its step: a resumed run drops the steps that it takes again, as metrics.jsonl does.
+Each step is a trace of its own, so that an interrupted run leaves whole traces. A line has one span (Chrome) or all
+spans of a step (OpenTelemetry), and names the step: a resumed run drops the steps that it takes again, as in
+metrics.jsonl.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ CLOSED = "\n]\n"
 class ChromeTrace:
     """`trace.json`, one event a line, which chrome://tracing and ui.perfetto.dev open.
 
-    It is complete JSON after each step; both read it without the bracket at its end, too, which a kill may take away.
+    It is complete JSON after each step. A kill may cut off the bracket at its end; both programs read it all the same.
     """
 
     def __init__(self, path: Path, command: str, done: int):

@@ -78,7 +78,7 @@ def _wandb(
     import wandb
 
     path = output / WANDB_ID
-    run_id = None  # of the run to go on in
+    run_id = None  # of the Weights & Biases run that is continued; None: a new one
     if path.exists():
         saved_id = read_text(path, "Delete it to start a new Weights & Biases run.").strip()
         if done:

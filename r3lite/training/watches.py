@@ -18,8 +18,8 @@ class Watch:
     limit: str  # the setting
     quantity: str  # a key of `watched`
     beyond: Callable[[float, float, float, float], bool]  # of (value, start, limit, min_change)
-    message: str  # with the place of the figure
-    form: str  # of the figure
+    message: str  # {} stands for the value
+    form: str  # how the value is formatted in the message
     min_change: float = 0.0  # a change that is smaller than this is never beyond the limit
 
     def crossed(self, value: float, start: float, limit: float) -> str | None:
@@ -156,9 +156,9 @@ def without_variance(record: dict) -> float | None:
 
 
 def right_likelihood(rounds: Sequence[Numbers]) -> float | None:
-    """Returns the mean log-probability of right episodes, in as few of the newest rounds as have MIN_RIGHT of them.
+    """Returns the mean log-probability of right episodes in the newest rounds.
 
-    None if all rounds together have fewer.
+    It takes the fewest rounds that have MIN_RIGHT right episodes together; None if all rounds have fewer.
     """
     total = 0.0
     count = 0.0

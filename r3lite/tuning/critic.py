@@ -25,9 +25,9 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Critic:
-    """Makes requests about the prompt `improved`, a key of ROLES, of a protocol.
+    """Makes requests about one prompt of a protocol; `improved` is its key in ROLES.
 
-    A `nonce` sets apart requests of other rounds and branches, which are to get replies of their own.
+    A `nonce` tells apart equal requests of different rounds and branches, so that each gets a reply of its own.
     """
 
     improved: str
@@ -81,7 +81,7 @@ class Critic:
 def _request(template: str, values: Mapping[str, str], data: Mapping, key: str, max_tokens: int, nonce: str) -> Request:
     """Asks for a JSON object with one text, under `key`.
 
-    The system message is prompts/critic/`template`.txt with `values` for its words, the prompt is `data`.
+    The system message is prompts/critic/`template`.txt with `values` in its placeholders; the prompt is `data` as JSON.
     """
     path = shipped("prompts", "critic", f"{template}.txt")
     system = filled(path.read_text(encoding="utf-8").strip(), values)

@@ -49,8 +49,8 @@ def _score_of(record: Record) -> Score:
 class RoundResult:
     """Holds the result of a round that is over.
 
-    `best` is the number of the best prompt so far, and `gained` the difference of its score from that of the best
-    before it, over the same questions, with a 95 % interval.
+    `best` is the id of the best prompt so far. `gained` is its score minus that of the best prompt before this round,
+    over the same questions; `low` and `high` are its 95 % interval.
     """
 
     number: int
@@ -103,7 +103,10 @@ class History:
         return [c for c in self.candidates if not c.scores and not c.rejected]
 
     def ranked(self, before_round: int | None = None) -> list[Candidate]:
-        """Returns the scored candidates, the best first, of equal ones the older; only those before a round."""
+        """Returns the scored candidates, the best first; the older first if scores are equal.
+
+        With `before_round`, only candidates of earlier rounds count.
+        """
         scored = [c for c in self.candidates if c.scores]
         if before_round is not None:
             scored = [c for c in scored if c.round < before_round]
@@ -169,8 +172,8 @@ class PromptCounts:
     """Counts the most that a run may do."""
 
     tried: int  # prompts of beams that are tried on --data, to be criticized
-    edited: int  # prompts made of them, each by two calls
-    scored: int  # prompts, with the first one
+    edited: int  # new prompts made from them, each by two calls of the critic
+    scored: int  # prompts that are scored, the first one included
 
 
 def most_prompts(rounds: int, beam: int, branch: int) -> PromptCounts:
