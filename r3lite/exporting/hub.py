@@ -18,7 +18,7 @@ def token() -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns what is uploaded of a folder: its own files, without hidden ones and links."""
+    """Returns the files of a folder that are uploaded: no hidden files, no links, and nothing of its subfolders."""
     files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
     return sorted(path for path in files if not path.name.startswith("."))
 
@@ -36,12 +36,12 @@ def summary(folder: Path, repository: str, kind: str) -> str:
 
 
 def push(folder: Path, repository: str, kind: str) -> str:
-    """Uploads a folder and returns the address of what came of it.
+    """Uploads a folder and returns the address of the repository or of the pull request.
 
-    A private repository is made if there is none of that name; one that is public is refused.
+    A private repository is made if there is none of that name; a public repository is refused.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
+    from huggingface_hub.errors import HTTPError  # the error of the HTTP library that huggingface_hub uses
 
     api = HfApi(token=token())
     as_request = kind == "pull-request"

@@ -1,8 +1,8 @@
-"""What a GGUF file of Qwen3.5 has otherwise than the checkpoint, in its layers with the gated delta rule.
+"""How the layers with the gated delta rule differ between a GGUF file of Qwen3.5 and the checkpoint.
 
-Value heads that one key head serves stand together in a checkpoint. llama.cpp deals them out to the key heads in turn:
-with K key heads, of which each serves r value heads, the value head j K + g of a file is g r + j of the checkpoint.
-In the place of A_log a file has the rate of the decay, -exp(A_log).
+In a checkpoint the value heads that one key head serves stand together. llama.cpp deals them out to the key heads in
+turn: if each of K key heads serves r value heads, the value head j K + g of a file is g r + j of the checkpoint. Where
+a checkpoint has A_log, a file has the rate of the decay, -exp(A_log).
 """
 
 import re
@@ -12,20 +12,21 @@ from torch import Tensor
 
 from r3lite.models.causal_lm import LayerKind, ModelConfig
 
-# Rotary pairs for the time, the height and the width of an image's part, and none. In a text all are the position.
+# Numbers of rotary pairs that turn by the time, the height and the width of a part of an image; the fourth section is
+# empty. In a text all pairs turn by the position.
 ROTARY_SECTIONS = [11, 11, 10, 0]
 # Parts of a layer in which value heads stand side by side.
 AFTER_KEYS = ("in_proj_qkv", "conv1d")  # behind the queries and keys
-ONE_NUMBER = ("in_proj_a", "in_proj_b", "A_log", "dt_bias")  # a head
+ONE_NUMBER = ("in_proj_a", "in_proj_b", "A_log", "dt_bias")  # one row or number per head
 COLUMNS = "out_proj"  # the only part that has the heads as inputs
 PARTS = (*AFTER_KEYS, *ONE_NUMBER, "in_proj_z", COLUMNS)
 DECAY = "A_log"
 
 
 def attention_interval(config: ModelConfig) -> int | None:
-    """Returns n if every n-th layer has attention and no other one; None if the layers do not alternate like this.
+    """Returns n if every n-th layer and no other layer has attention; None if the layers do not alternate like this.
 
-    llama.cpp knows the layers by n alone.
+    A GGUF file tells llama.cpp only n, not the kind of each layer.
     """
     has_attention = [kind.delta is None for kind in config.layer_kinds]
     if all(has_attention) or not any(has_attention):
@@ -38,7 +39,7 @@ def attention_interval(config: ModelConfig) -> int | None:
 
 
 def is_writable(config: ModelConfig) -> bool:
-    """Returns whether the heads and the layers are as llama.cpp takes for granted."""
+    """Returns whether the heads and the layers are such as llama.cpp assumes."""
     if attention_interval(config) is None:
         return False
     heads = _delta_kind(config).delta
@@ -85,14 +86,14 @@ def from_file(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _file_order(name: str, config: ModelConfig) -> tuple[int, Tensor | None]:
-    """Returns an axis of a published tensor and, of each of its places in a file, the place [n] in the checkpoint.
+    """Returns an axis of a published tensor and, for each place along it in a file, the place in the checkpoint [n].
 
-    None: the places are the same.
+    None instead of the places means that both have the same order.
     """
     match = re.search(r"\.linear_attn\.(\w+)", name)
     part = match[1] if match else ""
     axis = 1 if part == COLUMNS else 0
-    inner_side = "lora_B" if axis == 1 else "lora_A"  # of an adapter, that has the rank along the axis
+    inner_side = "lora_B" if axis == 1 else "lora_A"  # the adapter's matrix with the rank along the axis
     if part not in PARTS or inner_side in name:
         return axis, None
     heads = _delta_kind(config).delta

@@ -27,7 +27,7 @@ def digest(circumstances: dict[str, Any]) -> str:
 class ReplyCache:
     """A folder of replies, one JSON file each, by digest; without a folder it keeps nothing.
 
-    Several processes may share the folder: files are written whole. Raises R3LiteError if it is not a folder.
+    Several processes may share the folder: files are written whole. Raises R3LiteError if the path is not a folder.
     """
 
     def __init__(self, folder: Path | None, flag: str):
@@ -42,9 +42,9 @@ class ReplyCache:
             raise R3LiteError(f"{flag} {folder} is not a folder", f"Pass another {flag}.", code="not-a-folder")
 
     def recall(self, key: str, read: Callable[[Record], T]) -> T | None:
-        """Returns what `read` makes of the reply under a key; None if there is none.
+        """Returns what `read` makes of the reply under a key; None if there is no such reply.
 
-        It is None, too, with a warning, if the file is damaged: `read` then raises InvalidRecord.
+        If the file is damaged, or `read` raises InvalidRecord, prints a warning and returns None, too.
         """
         if self.folder is None:
             return None

@@ -1,10 +1,10 @@
-"""Clients of models that are asked for replies, structured or plain: what is cached and counted alike, and a client of
-remote models, limited and retried.
+"""Clients of models that are asked for replies, structured or plain: the base, which caches and counts replies, and the
+client of a remote model, which limits the rate of requests and repeats failed ones.
 
-Owns everything between a prompt and its reply but the form in which a service takes and gives it (service.py). A reply
-that is missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would
-fail every request (no key, a wrong one, an unknown model) stops the run. The key is never written, shown or cached.
-Knows neither judges nor teachers.
+Owns everything between a prompt and its reply, except the formats of a service (`replies.Service`). A reply that is
+missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would fail
+every request (a missing or wrong key, an unknown model) stops the run. The key is never written, shown or cached. Knows
+neither judges nor teachers.
 """
 
 import random
@@ -114,7 +114,7 @@ class CachingClient(ABC):
 
     @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
-        """Gives `take` the reply to each request, `_count_and_store`, by the request's key, as soon as it is there."""
+        """Calls `take` with each request's key and its reply, counted and stored, as soon as the reply is there."""
 
     def _count_and_store(self, key: str, reply: Reply) -> Reply:
         """Counts a reply, stores it in the cache unless it has failed, and returns it."""
@@ -187,7 +187,8 @@ class Client(CachingClient):
     # Asking
 
     def _ask(self, key: str, request: Request) -> Reply:
-        """Tries until there is a reply, which is stored, a failure is final or the tries are used up."""
+        """Sends a request until it is answered, a failure is final or the tries are used up; counts and stores the
+        reply."""
         tries = 0
         while True:
             changes = self._changes
@@ -209,9 +210,10 @@ class Client(CachingClient):
                 self._counts["retries"] += 1
 
     def _has_another_way(self, reason: str, changes: int) -> bool:
-        """Returns whether to ask again: the way of asking changes, or has since it had changed `changes` times."""
+        """Returns whether to ask again in another way: one to which the service changes now, or to which another thread
+        has changed since the number of changes was `changes`."""
         with self._lock:
-            if self._changes > changes:  # since another thread was refused
+            if self._changes > changes:  # another thread was refused and changed the way
                 return True
             change = self.service.gives_way(reason)
             if change is None:
@@ -266,7 +268,7 @@ class Client(CachingClient):
     def _refusal(self, error: NoReply) -> tuple[str, str, float]:
         """Returns what a status other than 200 means: the kind of failure, a message, and the seconds to wait.
 
-        Raises R3LiteError if every request would fail like it.
+        Raises R3LiteError if every request would fail for the same reason.
         """
         name, reason, delays = read_complaint(str(error))
         status = error.status
@@ -297,7 +299,7 @@ class Client(CachingClient):
         return " ".join(redacted(text, self.service.secret).split())[:300]
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
-        """Returns US dollars; 0 if the price is not known, which no cap on cost allows."""
+        """Returns US dollars; 0 if the price is not known, which `prices_of` refuses if there is a cap on cost."""
         input_price, output_price = self._prices or (0.0, 0.0)
         return (input_tokens * input_price + output_tokens * output_price) / 1e6
 

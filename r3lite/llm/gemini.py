@@ -65,7 +65,8 @@ class GeminiService(Service):
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
         """Returns what the body says, as in the base.
 
-        A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free.
+        A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free. A missing
+        count of thoughts means that there are none; an invalid one is replaced by the limit.
         """
         reply = Record(parse(body), Source("the reply"))
         candidates = reply.records("candidates", [])

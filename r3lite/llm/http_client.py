@@ -1,9 +1,10 @@
 """The HTTP client of remote models, retrievers and rollout servers.
 
-Replies are bounded, and what goes wrong is one of few errors. `Link` asks servers that speak JSON without a key of a
+Replies are bounded, and every fault is one of a few errors. `Link` asks servers that speak JSON and need no key of a
 user's account.
 
-It is that of the packages google-genai and huggingface_hub: httpx2, or httpx where an older one of them is installed.
+The HTTP library is the one that google-genai and huggingface_hub use: httpx2, or httpx where an older version of these
+packages is installed.
 """
 
 from collections.abc import Callable
@@ -28,13 +29,13 @@ T = TypeVar("T")
 
 
 class BoundedClient(httpx.AsyncClient):
-    """Reads at most `max_bytes` of a reply, and raises NoReply.
+    """Reads at most `max_bytes` of a reply. Raises NoReply for a longer one, another status than 200, or no reply.
 
-    It follows no redirect: httpx would send the key along to another server.
+    The client follows no redirect: httpx would send the key along to another server.
     """
 
     def __init__(self, max_bytes: int = MAX_REPLY, headers: dict[str, str] | None = None):
-        # A few bytes of a compressed reply may unpack to any size.
+        # Replies must not be compressed: a few bytes may unpack to any size.
         super().__init__(headers={"accept-encoding": "identity", **(headers or {})}, follow_redirects=False)
         self._max_bytes = max_bytes
 
@@ -68,13 +69,14 @@ class BoundedClient(httpx.AsyncClient):
         finally:
             await response.aclose()
         reply = httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
-        # Whatever charset the server names: zlib would unpack to any size, hex would raise an error of its own.
+        # The charset that the server names is ignored: Python would take zlib, which may unpack to any size, or hex,
+        # which raises an error of its own.
         reply.encoding = "utf-8"
         return reply
 
 
 class Unanswered(R3LiteError):
-    """A request without a reply; if it `passes`, the next try or another server may give one, after `pause` seconds."""
+    """A request without a reply; if the fault `passes`, a try after `pause` seconds or another server may give one."""
 
     def __init__(
         self,
@@ -93,13 +95,13 @@ class Unanswered(R3LiteError):
 
 
 class WrongReply(R3LiteError):
-    """A reply that is not what the server should send: the next one of the same server may be."""
+    """A reply that is not what the server should send; the server's next reply may be right."""
 
 
 class Link:
-    """Sends requests to one server, each of at most `seconds` and `max_bytes` of reply.
+    """Sends requests to one server; each may take `seconds`, and its reply may have `max_bytes`.
 
-    `remedy` is what to do if one fails; the values of `headers` are keys, which are never shown.
+    `remedy` is what to do if a request fails; the values of `headers` are keys, which are never shown.
     """
 
     def __init__(self, url: str, remedy: str, seconds: float, max_bytes: int, headers: dict[str, str] | None = None):
@@ -149,9 +151,9 @@ class Link:
     def ask(
         self, path: str, content: dict | None, server: str, read: Callable[[Record], T], remedy: str | None = None
     ) -> T:
-        """Returns what `read` makes of the reply, an object.
+        """Returns what `read` makes of the reply, a JSON object.
 
-        Raises Unanswered, or WrongReply if the reply is not one of that kind of `server`.
+        Raises Unanswered, or WrongReply if the reply is not such as that kind of `server` sends.
         """
         text = self.text(path, content)
         try:

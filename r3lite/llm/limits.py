@@ -28,7 +28,7 @@ class RateLimiter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self) -> None:
-        """Returns when the next request may be sent, and counts it as sent."""
+        """Waits until the next request may be sent, and counts it as sent."""
         while (seconds := self._take()) > 0:
             self.sleep(seconds)
 
@@ -38,7 +38,7 @@ class RateLimiter:
             self._held_until = max(self._held_until, self.clock() + seconds)
 
     def _take(self) -> float:
-        """Counts a request and returns 0 if it may be sent at once; else returns the seconds to wait before."""
+        """Counts a request and returns at most 0 if it may be sent at once; else returns the seconds to wait."""
         with self._lock:
             time = self.clock()
             while self._sent and self._sent[0] <= time - MINUTE:

@@ -1,7 +1,7 @@
 """OpenAI and servers that speak its /chat/completions (vLLM, llama.cpp, Ollama) as a service of the client.
 
-The key is read from OPENAI_API_KEY; your own server (--judge-base-url) needs none. JSON is asked for by
-`response_format` with the schema, which those servers hold a model to; what comes is checked all the same.
+The key is read from OPENAI_API_KEY; your own server (--judge-base-url) needs none. `response_format` has the schema of
+the JSON; those servers hold a model to it, and the reply is checked all the same.
 """
 
 import re
@@ -15,7 +15,7 @@ from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"
 GET_A_KEY = "Set OPENAI_API_KEY, or pass another server, such as --judge-base-url http://127.0.0.1:8000/v1."
-THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # some servers begin a reasoning model's content so
+THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # some servers put a reasoning model's thoughts there
 
 
 class OpenAIService(Service):
@@ -36,7 +36,7 @@ class OpenAIService(Service):
         self.room = THINKING_ROOM if settings.judge_thinking else 0
         # Newer models of OpenAI refuse the old name of the limit, and some servers know no other.
         self._limit = "max_completion_tokens" if settings.judge_base_url is None else "max_tokens"
-        self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # that were not tried
+        self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # names of the limit that were not tried
 
     def gives_way(self, reason: str) -> str | None:
         if not self._names or self._limit not in reason:

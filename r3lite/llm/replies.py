@@ -14,10 +14,10 @@ from r3lite.core import records
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
 
-# Begins JSON in a fenced block, which models write where nothing holds them to a schema.
+# The beginning of a fenced block with JSON, which models write where nothing holds them to a schema.
 FENCED = re.compile(r"```\w*\s*(?=[\[{])")
 THINKING_ROOM = 8192  # more output tokens for a model that thinks: thoughts count against the limit
-BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
+BYTES_PER_TOKEN = 3  # English has about 4; so estimates are rather too high
 
 FAILURES = {
     "timeout": "no reply in time",
@@ -40,9 +40,9 @@ FAILURES = {
 class Request:
     """One prompt, or the last turn of a chat. With a `schema`, a JSON schema as a dictionary, the reply is such JSON.
 
-    `earlier` are the turns before the prompt, the user's and the model's by turns. `read` makes a typed value of the
+    `earlier` are the turns before the prompt, alternately the user's and the model's. `read` makes a typed value of the
     JSON value, or raises ValueError if it is not what was asked for. `nonce` sets apart requests that are otherwise
-    equal: equal requests get one reply, so each of several samples needs its own.
+    equal: equal requests get one reply, so each of several samples needs a nonce of its own.
     """
 
     prompt: str
@@ -58,7 +58,7 @@ class Request:
         assert len(self.earlier) % 2 == 0, "the prompt is the user's turn"
 
     def turns(self, model: str) -> list[tuple[str, str]]:
-        """Returns the turns, the prompt last, each with its role: `user`, or the model's by turns."""
+        """Returns the turns, the prompt last, each with its role: alternately `user` and `model`."""
         roles = itertools.cycle(("user", model))
         return list(zip(roles, (*self.earlier, self.prompt)))
 
@@ -89,7 +89,7 @@ class Reply:
 class Answer:
     """The text of a server's reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
 
-    Thoughts count as output. A text that is blank needs no failure: the client sees to it.
+    Thoughts count as output. A blank text needs no failure here: the client makes it one.
     """
 
     text: str
@@ -160,18 +160,18 @@ class Service(Protocol):
         """Returns the body of the server's reply; at most `limit` tokens are to be written."""
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """Returns what the body of a reply says; raises InvalidRecord if it is none."""
+        """Returns what the body of a reply says; raises InvalidRecord if the body is not that of a reply."""
 
     def gives_way(self, reason: str) -> str | None:
-        """Changes how requests are made, after a refusal, and returns the change in words; None if there is no way."""
+        """Changes how requests are made, after a refusal, and returns the change in words; None if no way is left."""
         return None
 
 
 def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
     """Returns what the body of an error says: the name of its status, its message, and the seconds to wait.
 
-    It is {"error": {"message", "code" or "status"}}, of some servers the inner object alone or a text. One of another
-    form is its own message.
+    The body is {"error": {"message", "code" or "status"}}; some servers send the inner object alone, or a text as
+    "error". A body of another form is the message itself.
     """
     try:
         record = Record(records.parse(body), Source(""))
@@ -190,10 +190,10 @@ def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
 def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
     """Returns the key in the first of these variables of the environment that has one; empty if none has.
 
-    Raises R3LiteError if it is no key.
+    Raises R3LiteError if the value cannot be a key.
     """
     values = [os.environ.get(name, "").strip() for name in names]
     key = next(filter(None, values), "")
-    if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
+    if not re.fullmatch(r"[!-~]*", key):  # a header with it fails, and the error would show it
         raise R3LiteError(f"the key for {service} has invalid characters, such as spaces", remedy, code="key-malformed")
     return key

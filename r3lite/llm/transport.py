@@ -1,6 +1,6 @@
-"""Calls that end: after a time in all, and at once if the run stops; and what may go wrong with them.
+"""Calls that are sure to end, after a time in all or at once if the run stops, and what may go wrong with them.
 
-A server may send a byte at a time, which no limit on each read bounds. Knows no model, no key and no HTTP.
+Limits on each read are not enough: a server may send a byte at a time. Knows no model, no key and no HTTP.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from typing import Any
 def redacted(text: str, *keys: str) -> str:
     """Returns the text with `***` instead of each key, which a server may repeat.
 
-    A key that is short or a word is a placeholder for a local server (`EMPTY`, `none`), and may be part of any text.
+    A key that is short or a word stays: it is a placeholder for a local server (`EMPTY`, `none`), and may be part of
+    any text.
     """
     for key in keys:
         if len(key) >= (20 if key.isalpha() else 8):
@@ -29,8 +30,8 @@ class Stopped(Exception):
 class NoReply(Exception):
     """A call without a reply that can be used.
 
-    Its `kind` is timeout, connection or too_large, or of a reply with another status than 200 `status`: then its text
-    is the body. It is `sent` unless the request never left.
+    Its `kind` is timeout, connection, too_large or, for a reply with another status than 200, status; then its text is
+    the body of the reply. `sent` is False if the request never left.
     """
 
     def __init__(self, kind: str, text: str, sent: bool = True, status: int = 0, retry_after: str = ""):
@@ -63,7 +64,7 @@ class Calls:
         except TimeoutError as error:
             raise NoReply("timeout", f"timeout: no reply within {self.seconds:g} s") from error
         finally:
-            future.cancel()  # if it was the wait that ended
+            future.cancel()  # breaks off the call if only the wait for it has ended
             with self._lock:
                 self._under_way.discard(future)
 

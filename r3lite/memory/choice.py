@@ -1,4 +1,4 @@
-"""The settings that make a run fit into its budget: the fastest whose peak, as the planner tells it, is within it."""
+"""The settings that make a run fit into its budget: the fastest ones whose peak the planner puts within the budget."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,15 +24,16 @@ SMALLER = (
     (32, 64),
     (16, 32),
 )
-LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # that a remedy may propose
-REMEDIES = 3  # that are told at most
-KEPT_BY_REMEDIES = ("nf4", "stream_layers")  # settings that a remedy of its own is about
+LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # values of --max-length that a remedy may propose
+REMEDIES = 3  # the most remedies that an error lists
+# Settings with remedies of their own. The remedy that frees the other settings that the user gave keeps these.
+KEPT_BY_REMEDIES = ("nf4", "stream_layers")
 
 
 def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
     """Yields settings from the fastest to the smallest.
 
-    What is `fixed` is not varied, but for what full fine-tuning needs.
+    Settings in `fixed` keep their values. Full fine-tuning overrides two of them: no NF4, and all layers recomputed.
     """
 
     def options(name: str, values: Sequence) -> Sequence:
@@ -40,7 +41,7 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
 
     layers = w.model.num_hidden_layers
     longest = w.pass_tokens
-    # Streamed layers keep no activations: their weights are not there any more when these would be used.
+    # Streamed layers keep no activations: by the backward pass, which would use these, their weights have gone.
     if w.trains and not fixed.get("stream_layers"):
         recomputed_counts = range(layers + 1)
     else:
@@ -66,7 +67,7 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
 
 
 def _with(base: Memory, fixed: dict[str, Any], rows: int, **changes: Any) -> Memory:
-    """Returns these settings with `rows` episodes at a time and other changes, and what is fixed as it is."""
+    """Returns `base` with `rows` episodes at a time and the other changes, but with the values of `fixed`."""
     return replace(base, **(changes | {"rollout_batch_size": rows} | fixed))
 
 

@@ -1,4 +1,4 @@
-"""What a run takes on a CUDA card beside its tensors: one figure a part, each with its source.
+"""What a run takes on a CUDA card beside its tensors: one figure per part, each with its source.
 
 `python -m r3lite.doctor` prints each beside what it measures on your card.
 """
@@ -9,7 +9,7 @@ import torch
 
 from r3lite.devices.live_tensors import MIB
 
-THREADS = 2  # that multiply: ours and autograd's
+THREADS = 2  # threads that multiply matrices: ours and autograd's
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ HOPPER = Beside(context=832 * MIB, workspace=32 * MIB)
 # 10 MiB have pieces of their own, in steps of the small one (c10/core/AllocatorConfig.h: kSmallBuffer, kLargeBuffer).
 SMALL_PIECE = 2 * MIB
 LARGE_PIECE = 20 * MIB
-# Of the bytes of tensors: what lies unused in pieces that are in use. An H200 had 3.5 to 6 % in SFT and RL.
+# The bytes that lie unused in pieces in use, as a share of the bytes of tensors. An H200 had 3.5 to 6 % in SFT and RL.
 FRAGMENTATION = 0.06
 NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allocator does not count as allocated
 
 
 def of_this_card() -> Beside:
-    """Returns the figures of the card in this machine; those of a laptop's if there is none."""
+    """Returns the figures of the card in this machine; those of a laptop if there is none or one older than Hopper."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return HOPPER
     return LAPTOP
@@ -50,8 +50,9 @@ def of_this_card() -> Beside:
 def beside_tensors(tensors: int, captured: int = 0, card: Beside = LAPTOP, pools: int = 1) -> dict[str, int]:
     """Returns bytes by part, in a phase with `tensors` bytes of tensors.
 
-    `captured` are those of a step that is run as CUDA graphs, or 0. The graphs of a decoder share a pool, which no
-    other tensor can use, and have a cuBLAS workspace of their own in it. There are as many decoders as `pools`.
+    `captured` is how many bytes of tensors a step that is run as CUDA graphs has; 0 if there is none. The graphs of a
+    decoder share a pool, which no other tensor can use and which has a cuBLAS workspace of their own. `pools` is the
+    number of decoders.
     """
     parts = {"context": card.context, "cuBLAS workspace": THREADS * card.workspace}
     if captured:

@@ -21,14 +21,14 @@ REACHED = 0.5
 # Numbers of kernels, as bench/kernels.py counts them.
 FORWARD_KERNELS = 24  # of a layer
 BACKWARD_KERNELS = 58  # of a layer
-NF4_KERNELS = 16  # further ones of a layer's forward pass if its weights are in NF4
-RULE_KERNELS = 45  # of a gated delta rule, for each chunk of a row, further ones of a layer
+NF4_KERNELS = 16  # of a layer's forward pass, in addition if its weights are in NF4
+RULE_KERNELS = 45  # of a layer's gated delta rule, in addition for each chunk of a row
 OTHER_KERNELS = 60  # of a pass, outside of its layers
 # The time of a kernel in a network, with the Python around it, in launches of a bare loop (`Speeds.launch`).
 LAUNCHES = 10.0
 LAUNCHES_IN_GRAPH = 1.5  # the same in a CUDA graph
 TRAINED_BYTES = 40  # in full fine-tuning an optimizer step moves so many bytes for each weight
-EXAMPLE_ROWS = 1000  # of SFT whose data are not known
+EXAMPLE_ROWS = 1000  # rows in the example that is given for SFT if its data are not known
 UNITS = (  # name of a unit, its seconds, and the least seconds that are stated in it
     ("days", 86400, 2 * 86400),
     ("h", 3600, 2 * 3600),
@@ -73,7 +73,7 @@ class Cost:
 def bytes_per_weight(w: Workload, memory: Memory) -> int:
     """Returns how many bytes a product moves for each weight.
 
-    In NF4 a weight has 2 bytes of an index and its dequantized value, both written and read (see nf4.dequantize).
+    For each weight in NF4, an index of 2 bytes and the dequantized value are written and read (see nf4.dequantize).
     """
     if memory.nf4:
         return 2 * (2 + w.element)
@@ -274,7 +274,7 @@ class Duration:
         return f"{message}. Within a factor of two, {self._origin()}"
 
     def _usual(self) -> str:
-        """Says which lengths make it the most, and how much less is usual."""
+        """Says for which lengths the prediction is the most, and how much less is usual."""
         w = self.workload
         if w.episodes:
             return (

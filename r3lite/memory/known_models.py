@@ -1,6 +1,7 @@
 """Sizes of published models, so that a run can be planned before its model is downloaded.
 
-From the models' `config.json`, without what a plan does not depend on: these configs compute nothing.
+The sizes are from the models' `config.json`. What a plan does not depend on is left out: these configs are not for
+running a model.
 """
 
 from r3lite.models.causal_lm import LayerKind, ModelConfig

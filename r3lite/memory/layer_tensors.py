@@ -33,7 +33,7 @@ def layers_by_taps(m: ModelConfig) -> Mapping[int, int]:
 
 @cache
 def delta_heads(m: ModelConfig) -> DeltaHeads | None:
-    """Returns the heads of the gated delta rule, if the layers with convolutions have that behind them."""
+    """Returns the heads of the gated delta rule that follows the convolutions; None if the model has no such rule."""
     return next((kind.delta for kind in m.layer_kinds if kind.delta), None)
 
 
@@ -43,10 +43,10 @@ class LayerTensors:
 
     linears: dict[str, tuple[int, int]]  # (out, in) of the projections: seven, or fewer if some are one matrix
     stacks: list[list[str]]  # names of the projections that lie one after another in memory, see models/stacks.py
-    biases: tuple[int, ...]  # numbers of each projection's bias
-    norms: int  # that have as many numbers as a hidden state
-    others: tuple[int, ...]  # numbers of each other tensor: convolutions, norms of heads, decays of a delta rule
-    sizes: tuple[int, ...]  # numbers of each tensor, all of the above
+    biases: tuple[int, ...]  # the size of each projection's bias
+    norms: int  # how many norms over a hidden state the layer has
+    others: tuple[int, ...]  # the size of each other tensor: convolutions, norms of heads, decays of a delta rule
+    sizes: tuple[int, ...]  # the size of each tensor, all of the above
 
 
 @cache
@@ -81,7 +81,7 @@ def projection_names(m: ModelConfig) -> set[str]:
 
 
 def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
-    """Returns how many numbers each tensor of a layer has, of all layers, and each of the other tensors."""
+    """Returns how many numbers each tensor has: first the tensors of all layers, then the others."""
     layers: list[int] = []
     for taps, count in layers_by_taps(m).items():
         layers += layer_tensors(m, taps).sizes * count
@@ -91,5 +91,5 @@ def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
 
 @cache
 def adapted(m: ModelConfig, targets: tuple[str, ...], taps: int) -> tuple[str, ...]:
-    """Returns the projections of a layer that have an adapter, whose targets these are."""
+    """Returns those projections of a layer that an adapter with these targets adapts."""
     return of_model(targets, layer_tensors(m, taps).linears)

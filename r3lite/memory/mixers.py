@@ -30,9 +30,9 @@ class MixerSizes(NamedTuple):
 
     forward: int  # numbers of a token that exist at once in a pass without gradients
     activations: int  # numbers of a token that a backward pass needs
-    backward: int  # numbers of a token that exist at once in it
-    scales: int  # bytes of a token that it needs besides
-    weights: int  # of its largest product
+    backward: int  # numbers of a token that exist at once in a backward pass
+    scales: int  # bytes of a token that a backward pass needs besides
+    weights: int  # of the mixer's largest product
 
 
 def mixer_sizes(w: Workload, taps: int) -> MixerSizes:
@@ -45,7 +45,7 @@ def mixer_sizes(w: Workload, taps: int) -> MixerSizes:
         values = delta.sizes[2]
         projected = mixed + values + 2 * delta.values
         return MixerSizes(
-            # All that is projected, the rule's inputs and its output, this normalized, gates, and their product.
+            # All that is projected, the rule's inputs, its output, the normalized output, gates, and their product.
             forward=projected + mixed + delta.values + 4 * values,
             activations=projected + 2 * mixed + delta.values + 4 * values,  # and the convolution's output
             backward=hidden + projected + 2 * mixed + delta.values + 6 * values,
@@ -54,7 +54,7 @@ def mixer_sizes(w: Workload, taps: int) -> MixerSizes:
         )
     if taps:
         return MixerSizes(
-            forward=5 * hidden,  # gates and values, their product, that with what comes before it, output
+            forward=5 * hidden,  # gates and values, their product, the product joined to earlier tokens', output
             activations=5 * hidden,  # gates and values, output, output times its gate
             backward=9 * hidden,
             scales=0,
@@ -97,7 +97,7 @@ def rule_backward(w: Workload, tokens: int) -> int:
 
 
 def _chunk_bytes(w: Workload, tokens: int, per_head: int, states: int) -> int:
-    """Returns the bytes of the chunks of tokens that are computed at once: one of each row of the pass."""
+    """Returns the bytes of the chunks that are computed at once: one of each row of the pass, but at most TOGETHER."""
     delta = delta_heads(w.model)
     rows = -(-tokens // w.row_tokens)
     numbers = delta.values * per_head
@@ -108,7 +108,7 @@ def _chunk_bytes(w: Workload, tokens: int, per_head: int, states: int) -> int:
 
 
 def activation_bytes(w: Workload, taps: int) -> int:
-    """Returns the bytes per token of activations that a layer which is not recomputed keeps, without its input."""
+    """Returns the bytes per token of the activations, without its input, that a layer keeps if it is not recomputed."""
     m = w.model
     mixer = mixer_sizes(w, taps)
     norm_count = layer_tensors(m, taps).norms

@@ -26,7 +26,7 @@ A_DAY = 86400
 UNKNOWN = "unknown, because the speed of the device is not known"
 WIDTH = 16  # characters of the table's first column
 COLUMN = 10  # and of each other column
-MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
+MARGIN = 256 << 20  # bytes of a card's free memory that are left to the desktop, whose use of it varies
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _budget(settings: MemorySettings, workload: Workload) -> int:
         return budget_bytes(settings.vram_budget)
     if workload.on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        # What is free no longer has our own context in it, which is in the budget.
+        # The context of this process is no longer free, but it counts in the budget.
         return min(DEFAULT_BUDGET, free + workload.beside.context - MARGIN)
     return DEFAULT_BUDGET
 
@@ -215,7 +215,8 @@ def enforce(plan: Plan, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         share = (plan.budget - plan.workload.beside.context) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share))  # not `device`: it refuses one without a number
+        # Without `device` as an argument: the function refuses a device without a number.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def announce(plan: Plan) -> None:

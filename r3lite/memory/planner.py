@@ -37,8 +37,8 @@ from r3lite.settings.rollout import DRAFTING_SEQUENCES, GRAPH_PLACES, MOST_DRAFT
 
 Parts = dict[str, int]
 TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
-MIN_WEIGHTS8 = 4096  # of training/adamw8.py, as is BLOCK8: smaller tensors have moments in fp32
-BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale
+MIN_WEIGHTS8 = 4096  # in training/adamw8.py, tensors of fewer weights have moments in fp32
+BLOCK8 = 256  # numbers of a moment in 8 bits that share a scale, in the same file
 # Bytes for each probability that is sorted (top-k and top-p): the sorted number and its place in int64. While a card
 # sorts several rows, it also has two copies of pairs of int32, a copy of the numbers, and another number and place to
 # sort into (segmented_sort_pairs_by_full_sort in aten/src/ATen/native/cuda/SortStable.cu). What follows the sort takes
@@ -52,7 +52,7 @@ def rounded(size: float) -> int:
 
 
 def largest(candidates: list[Parts] | Iterator[Parts]) -> Parts:
-    """Returns the parts of that point of time, among the candidates, at which they take the most in all."""
+    """Returns the largest of the candidates, each the parts that are held at one point of time."""
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
@@ -62,8 +62,8 @@ def largest(candidates: list[Parts] | Iterator[Parts]) -> Parts:
 def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
     """Returns the bytes of the frozen base on the device.
 
-    With streaming it has the final norm, the head (which may be the embedding), and memory for two layers: those of
-    even numbers take turns in one half, those of odd numbers in the other.
+    With streaming these are the final norm, the head (which may be the embedding), and memory for two layers: layers
+    with even numbers take turns in one half, layers with odd numbers in the other.
     """
     m = w.model
     norm = rounded(m.hidden_size * w.element)
@@ -121,7 +121,7 @@ def layer_bytes(w: Workload, quantized: bool, taps: int) -> int:
 def _bytes_beyond_own_nf4(packed: nf4.Packed, element: int) -> int:
     """Returns how many more bytes a folder in NF4 takes than r3lite's own quantization of the same layers.
 
-    It may have left some layers dense, and may have some scales in fp32.
+    The folder may have left some layers dense, and may have some scales in fp32.
     """
     bytes_of_group = 2 * FP32  # scale and mean of the absmax of its blocks
     bytes_of_block = 1 + bytes_of_group / nf4.GROUP  # an absmax in 8 bits, and its part of the group's
@@ -259,7 +259,7 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
 
 
 def runs_graphs(w: Workload, memory: Memory) -> bool:
-    """Returns whether tokens are sampled by CUDA graphs: not with streamed layers, nor with states."""
+    """Returns whether tokens are sampled by CUDA graphs: not with streamed layers, nor with a gated delta rule."""
     return w.on_cuda and not memory.stream_layers and delta_heads(w.model) is None
 
 
@@ -287,7 +287,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
     )
     last = largest_linear * w.element
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
-    if w.on_cuda:  # the file's view is the host's
+    if w.on_cuda:  # the mapped file is in the host's memory
         return {"weights": weights, "one tensor": last if memory.nf4 else 0}
     beside_file = 2 * _table(w)
     highest = max(beside_file, weights + last)
@@ -298,7 +298,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
 
 
 def _dequantized_bytes(w: Workload, memory: Memory, weights: int) -> int:
-    """Returns the bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
+    """Returns the bytes of `weights` weights of linear layers, dequantized, and of the temporaries of dequantizing."""
     if not memory.nf4:
         return 0
     # See nf4.dequantize. The temporaries are indices and code points, which are in fp16 on a card, else in fp32. With
@@ -355,8 +355,8 @@ class _Pass(NamedTuple):
     """The sizes of the largest pass over several rows."""
 
     tokens: int
-    loss_tokens: int  # that a loss may fall on
-    shared_keys: int  # that the rows attend to besides their own
+    loss_tokens: int  # tokens that a loss may fall on
+    shared_keys: int  # copies of keys that several rows share, one for each row
 
 
 def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
@@ -516,7 +516,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
 
 
 def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
-    """Returns the bytes of the masks of a pass over `tokens` tokens, of `keys` in a row: one for each window."""
+    """Returns the bytes of a pass's masks, one [tokens, keys] for each window that is shorter than `keys`."""
     windows = {kind.window for kind in w.model.layer_kinds if kind.window is not None and kind.window < keys}
     return len(windows) * tokens * keys * w.element
 
@@ -591,7 +591,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     if w.critic:
         chunk += 2 * of_hidden * FP32  # hidden states as the value head takes them, and their gradient
     yield inputs | kept_layers | {"loss chunk": chunk, "gradients": accumulated}
-    # The first layer of the backward pass, which is the last one, if it keeps its activations; with its gradients.
+    # The backward pass begins with the last layer. If this layer keeps its activations, it and its gradients are there.
     if b.recomputed < layers:
         live = _live_bytes_of_kept(w, memory, b.tokens)
         # Without gradients of earlier passes there are those of this layer alone.
@@ -600,7 +600,8 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         return
     if w.full_tuning:
         accumulated += max(sum(layer_tensors(m, taps).sizes) for taps in layers_by_taps(m)) * w.element
-    # Of each kind the last recomputed layer, when most inputs are there, and the first, when most gradients are.
+    # Two layers of each kind may be the peak: the last recomputed one, when the most inputs are there, and the first,
+    # when the most gradients are there.
     first_layers: dict[int, int] = {}
     last_layers: dict[int, int] = {}
     for layer, taps in enumerate(taps_of_layers[: b.recomputed], 1):
@@ -614,7 +615,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
 
 
 def _live_bytes_of_kept(w: Workload, memory: Memory, tokens: int) -> int:
-    """Returns the bytes beside its activations that the backward pass of a layer takes."""
+    """Returns the bytes that the backward pass of a layer takes beside the activations that the layer has kept."""
     hidden = w.model.hidden_size
     inner = w.model.intermediate_size
     number = tokens * w.element  # bytes of one number of each token

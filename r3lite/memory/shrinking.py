@@ -26,8 +26,8 @@ class OutOfMemory(R3LiteError):
 class ShrinkingGrant(Grant):
     """A grant whose figures become smaller when the device runs out of memory. They are part of checkpoints.
 
-    Figures that the user gave (`plan.fixed`) stay. `optimizer` is that of the parameters whose gradients are added. If
-    one of several `ranks` runs out, all repeat the work with the same figures.
+    Figures that the user gave (`plan.fixed`) stay. `optimizer` has the parameters to whose gradients the work adds. If
+    one of several `ranks` runs out of memory, all repeat the work with the same figures.
     """
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE):
@@ -37,10 +37,11 @@ class ShrinkingGrant(Grant):
         self.ranks = ranks
 
     def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
-        """Returns the result of `work(*args)`; if memory runs out, of the same again with smaller figures.
+        """Returns the result of `work(*args)`; if memory runs out, the work is repeated with smaller figures.
 
         Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made
-        smaller. Every rank calls this, with work in which none waits for another. NotFinite is raised on all of them.
+        smaller. Every rank calls this, with work in which no rank waits for another. If one rank raises NotFinite, all
+        ranks raise it.
         """
         start = random_state()
         while True:
@@ -63,7 +64,7 @@ class ShrinkingGrant(Grant):
                     raise failure_of_rank
             reason = next(reason_of_rank for reason_of_rank, _ in outcomes if reason_of_rank)
             result = None
-            # Outside the except block, whose traceback holds the tensors of the work that failed.
+            # Memory is freed outside the except block, whose traceback holds the tensors of the work that failed.
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(start)
             if torch.cuda.is_available():
@@ -74,7 +75,7 @@ class ShrinkingGrant(Grant):
     def rehearsal(self) -> Iterator[None]:
         """Drops the gradients of updates that are tried in the `with` block; only figures that became smaller stay.
 
-        The memory of the moments that the optimizer makes in its first step is taken until then.
+        If the optimizer has made no moments yet, as much memory as they will take is held during the block.
         """
         start = random_state()
         parameter = self.optimizer.param_groups[0]["params"][0]

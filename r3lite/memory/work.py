@@ -49,7 +49,7 @@ class Workload:
     rows: int = 1  # the most rows of one backward pass
     step_rows: int = 1  # rows of one optimizer step: if it has several passes, all gradients exist from the second on
     scored_rows: int = 1  # the most rows of one pass without gradients, such as under the reference policy
-    shared: int = 0  # number of tokens with which all rows are known to begin: they are read once in a pass
+    shared: int = 0  # number of equal tokens with which all rows are known to begin: they are read once in a pass
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # episodes that are sampled in a round; 0: nothing is sampled
     reads: int = 0  # the most tokens that a row is given at once: a prompt, or documents
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def pass_tokens(self) -> int:
-        """The least tokens of the largest pass: those of a row, or in full fine-tuning of all rows of a step."""
+        """The least that the largest pass must hold: the tokens of a row, or in full fine-tuning of all `rows`."""
         return self.row_tokens * (self.rows if self.full_tuning else 1)
 
     @property
@@ -99,5 +99,6 @@ class Workload:
 
     @property
     def joining(self) -> int:
-        """The most episodes that a round learns from beside those that it samples from their prompts on."""
+        """The most episodes that a round learns from beside those sampled from the prompt on: off-policy ones, and
+        those with another end."""
         return self.off_policy + self.expanded

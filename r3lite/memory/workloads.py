@@ -40,9 +40,9 @@ JUDGE_PREFILL = 1024  # tokens of requests that --judge local reads at once
 def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
     """Returns a model's sizes, the ids of its tokenizer, and how its weights are packed.
 
-    Those of KNOWN are known offline.
+    For a model of KNOWN nothing is read or downloaded.
     """
-    published = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
+    published = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub ignores case
     if model.lower() in published and not Path(model).is_dir():
         config, vocabulary = published[model.lower()]
         return config, vocabulary, None
@@ -108,8 +108,8 @@ def rl_workload(
 ) -> Workload:
     """Returns a round whose episodes all reach --max-length and begin with `shared` equal tokens.
 
-    At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
-    of their questions finds them.
+    At most `off_policy` episodes join those that are sampled. With `replays`, those of them that are replayed are found
+    by a pass over the episodes that the buffer holds of their questions.
     """
     if config.lora.no_lora:
         raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")
@@ -123,7 +123,7 @@ def rl_workload(
     if rl.learn == "answer":
         full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
         contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
-        # Of an end one turn is sampled; all before it is given, and the same for all ends of a context.
+        # An end is one sampled turn. What comes before the turn is given, and is the same for all ends of a context.
         writes = min(lengths.max_new_tokens, lengths.max_length - 1)
         shared = lengths.max_length - writes
         sampling["writes"] = writes
@@ -134,7 +134,7 @@ def rl_workload(
     expanded = min(rl.expand_limit, episodes)
     learned = episodes + expanded + off_policy
     rows_per_pass = min(rl.micro_batch_size or learned, learned)
-    step_rows = min(rl.mini_batch_size, episodes + expanded) + off_policy  # all of which may be in one mini-batch
+    step_rows = min(rl.mini_batch_size, episodes + expanded) + off_policy  # one mini-batch may have all off-policy ones
     return Workload(
         **_base(model),
         **adapter,
@@ -270,7 +270,7 @@ def _base(model: ModelSettings) -> dict:
     if available[kind] or model.dtype != "auto":
         dtype = resolve_dtype(model.dtype, torch.device(kind))
     else:
-        # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
+        # A device that is not in this machine can be planned for: it is taken to compute in 16 bits, fp16 or bf16.
         dtype = torch.float16
     return {
         "model": config,
@@ -297,7 +297,7 @@ def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: i
     retrieves = retrieval.retriever != "none"
     of_documents = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
     before_turn = lengths.max_length - lengths.max_new_tokens
-    # As much is sampled as can be: documents get what remains.
+    # All turns are taken to be as long as they may be: documents get the tokens that remain.
     of_turns = lengths.most_turns * lengths.max_new_tokens
     prompt = shared or max(1, min(PROMPT, before_turn))
     return {

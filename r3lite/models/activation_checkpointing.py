@@ -22,8 +22,8 @@ from r3lite.models.streaming import LayerStream
 def enable(model: CausalLM, grant: Grant) -> None:
     """Has the model's layers run as the figures of `grant.memory` say, which may change between passes.
 
-    A pass with gradients keeps only the input of the first `recompute_layers` layers. The last layers are those that
-    keep their activations, because theirs are freed before the first layer is run again. The inside of an MLP that
+    Of each of the first `recompute_layers` layers a pass with gradients keeps only the input. The layers after them
+    keep their activations: the backward pass frees these before it runs any layer again. The inside of an MLP that
     keeps nothing exists for `mlp_tile` tokens at a time, in passes without gradients too. With `offload`, the kept
     inputs wait in the host's memory.
     """
@@ -94,7 +94,7 @@ class _LayerRunner:
 
 @dataclass(frozen=True)
 class _LayerRun:
-    """The inputs of both runs of a layer that are no tensors."""
+    """The inputs, other than tensors, of both runs of a layer."""
 
     layer: Layer
     context: AttentionContext
@@ -105,7 +105,7 @@ class _LayerRun:
 
 
 class _Recomputed(torch.autograd.Function):
-    """One layer that keeps only its input. Its backward runs it again and adds to its adapter's gradients."""
+    """One layer that keeps only its input. `backward` runs the layer again and adds to its adapter's gradients."""
 
     @staticmethod
     def forward(

@@ -151,9 +151,9 @@ def masked_keys(
 
 
 class StretchMasks:
-    """The masks of the stretches of a pass, for each window that its layers have, made when one first asks for them.
+    """The masks of the stretches of a pass, made for each window when a layer first asks for them.
 
-    A stretch (start, T) is T tokens that come after `start` earlier ones; the keys are those of all start + T.
+    A stretch (start, T) is T tokens that come after `start` earlier ones; the keys are those of all start + T tokens.
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int]]):

@@ -37,7 +37,7 @@ class BertConfig:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
-    first_position: int = 0  # RoBERTa and XLM-R count from the place after padding's
+    first_position: int = 0  # RoBERTa and XLM-R count from pad_token_id + 1
 
 
 class Embeddings(nn.Module):
@@ -74,7 +74,7 @@ class Linear(nn.Linear):
 
 
 class SelfAttention(nn.Module):
-    """Attention of all tokens to all real ones."""
+    """Attention of all tokens to all tokens that are not padding."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -242,7 +242,7 @@ Model = TypeVar("Model", Bert, BertScorer)
 def _filled(
     model: Model, folder: Path, surplus: tuple[str, ...], dtype: torch.dtype, device: str | torch.device
 ) -> Model:
-    """Fills the model with the weights of its folder, but for those whose plain names begin with one of `surplus`."""
+    """Fills the model with the weights of its folder, without those whose plain names begin with one of `surplus`."""
     path = folder / "model.safetensors"
     if not path.exists():
         raise R3LiteError(
@@ -250,7 +250,7 @@ def _filled(
             "Use a model whose weights are in safetensors format.",
             code="weights-absent",
         )
-    parameter_names = {}  # ours by the plain ones
+    parameter_names = {}  # the model's names by the plain names
     expected_shapes = {}
     for name, parameter in model.named_parameters():
         parameter_names[_plain(name)] = name

@@ -1,8 +1,8 @@
 """Weights in NF4 as bitsandbytes stores them, in the folders called *-bnb-4bit, read as `nf4` holds them.
 
 Owns their layout. The codes of a layer are in `<linear>.weight`, in the order of `Nf4Weight.codes`; beside them are
-`<linear>.weight.absmax`, `.nested_absmax` and the like, and as `.quant_state.bitsandbytes__nf4` a JSON text. Layers
-without that are dense, as those that `llm_int8_skip_modules` names.
+`<linear>.weight.absmax`, `.nested_absmax` and the like, and a JSON text, `.quant_state.bitsandbytes__nf4`. A layer
+without this text is dense, such as those that `llm_int8_skip_modules` names.
 
 If absmax is quantized as well, it is nested_quant_map[absmax] * nested_absmax + nested_offset, with a nested_absmax for
 every 256. The steps of that map are not even, so whole numbers do not hold these values. They are kept in fp32, which
@@ -24,7 +24,7 @@ from r3lite.models.nf4 import BLOCK, GROUP, Nf4Weight
 
 METHOD = "bitsandbytes"
 STATE = ".weight.quant_state.bitsandbytes__nf4"
-# The values that `quantization_config` must have, and those that a key has that it lacks.
+# The values that `quantization_config` must have, and the defaults of keys that it lacks.
 REQUIRED = {
     "quant_method": METHOD,
     "load_in_8bit": False,
@@ -37,7 +37,7 @@ REMEDY = "Use the model's unquantized checkpoint, with --quantize nf4 for NF4."
 
 
 def unsupported(quantization: dict[str, Any]) -> str | None:
-    """Returns what r3lite does not read of a `quantization_config`, by its key; None if it reads all of it."""
+    """Returns, with its key, a value of a `quantization_config` that r3lite does not read; None if it reads all."""
     for key, required in REQUIRED.items():
         value = quantization.get(key)
         effective = DEFAULTS.get(key) if value is None else value

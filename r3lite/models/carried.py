@@ -13,8 +13,8 @@ from torch import Tensor
 from r3lite.models.functions import causal_convolution
 from r3lite.settings.rollout import MOST_DRAFTED
 
-SPARE = 8  # tokens of a row behind a prefix that is copied exactly, wherever it ends
-SAVED_EVERY = 64  # tokens: a longer-ago prefix is copied up to a multiple of this
+SPARE = 8  # tokens: a prefix that at most so many tokens of its row follow can be copied whole, wherever it ends
+SAVED_EVERY = 64  # tokens: of any other prefix a multiple of so many can be copied
 
 
 def ring_slots(taps: int) -> int:
@@ -62,7 +62,7 @@ class Carried(Protocol):
     def truncate(self, row: int, length: int, old_length: int) -> None:
         """Makes a row end after its first `length` tokens, of `old_length`.
 
-        No more are taken back than MOST_DRAFTED, or all of them.
+        Either at most MOST_DRAFTED tokens are taken back, or all of the row.
         """
 
     def wipe(self, row: int, length: int) -> None:
@@ -73,7 +73,7 @@ class Carried(Protocol):
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
-    """Exchanges the numbers of two tensors. By a list of their indices, the host would wait for a card."""
+    """Exchanges the numbers of two tensors. Indexing by a list of rows instead would make the host wait for a card."""
     numbers = one.clone()
     one.copy_(other)
     other.copy_(numbers)
@@ -109,7 +109,7 @@ class KeysValues:
         exchange(self.block[i, :, :used], self.block[j, :, :used])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
-        """What is behind the tokens is masked until it is overwritten."""
+        """Does nothing: what is behind the tokens is masked until it is overwritten."""
 
     def wipe(self, row: int, length: int) -> None:
         self.block[row, :, length:] = 0  # a mask does not remove a NaN from a sum
@@ -119,15 +119,15 @@ class KeysValues:
 
 
 class RingSlots(NamedTuple):
-    """The slots of a ring that tokens, one or several of some rows, are written to, and those that each reads."""
+    """The slots of a ring to which N tokens, one or several of a row, are written, and the slots that each reads."""
 
     rows: Tensor  # [N]
     written: Tensor  # [N]
-    read: Tensor  # [N, taps]: of the tokens before each, and last its own
+    read: Tensor  # [N, taps]: the slots of the tokens before each, then its own
 
 
 class PrefillSlots(NamedTuple):
-    """The slots of a ring of the tokens of a prefill, and of those before them; and where they are saved."""
+    """The slots of a ring for the tokens of a prefill and the tokens before them, and the places of saved values."""
 
     shares: list[slice]  # of the N tokens, by parts
     rows: Tensor  # [parts]
@@ -145,12 +145,12 @@ class Ring:
     """
 
     def __init__(self, rows: int, width: int, taps: int, dtype: torch.dtype, device: torch.device):
-        """`taps`: how many tokens a convolution sees, itself among them."""
+        """`taps`: how many tokens a convolution sees from a token, which is one of them."""
         self.taps = taps
         slots = ring_slots(taps)
         self.size = slots - 2
-        self.unread = slots - 2  # the slot to which rows write that only pad a pass
-        self.empty = slots - 1  # the slot that is never written: zeros, as before a row's first token
+        self.unread = slots - 2  # the slot for rows that only pad a pass: it is written, but never read
+        self.empty = slots - 1  # the slot that is never written: the zeros before a row's first token
         self.values = torch.zeros(rows, slots, width, dtype=dtype, device=device)
         self.saved = self.values.new_zeros(rows, 0, taps - 1, width)  # [rows, prefixes, taps - 1, C]
 
@@ -212,7 +212,7 @@ class Ring:
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
         """Returns which tokens of a prefill are saved beside the ring: their numbers, rows, prefixes and places."""
         tokens = []
-        last = SAVED_EVERY - (self.taps - 1)  # from this place on, a position modulo SAVED_EVERY is saved
+        last = SAVED_EVERY - (self.taps - 1)  # the first place, a position modulo SAVED_EVERY, that is saved
         for part in parts:
             offset = part.share.start - part.start
             for position in range(part.start, part.length):
@@ -272,11 +272,11 @@ class Ring:
         exchange(self.saved[i, :prefixes], self.saved[j, :prefixes])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
-        """The values before the row's new end are still there: the ring is that much larger."""
+        """Moves nothing: the ring is large enough to have kept the values before the row's new end."""
         assert length == 0 or old_length - length <= MOST_DRAFTED
 
     def wipe(self, row: int, length: int) -> None:
-        """What is behind the tokens is never read before it is overwritten."""
+        """Does nothing: what is behind the tokens is never read before it is overwritten."""
 
     def clear(self, row: int) -> None:
         self.values[row] = 0

@@ -1,6 +1,6 @@
-"""torch.compile of what it serves: NF4 weights are made dense by one kernel, and not by several that move more bytes.
+"""Compiles the one function that gains by it: one kernel makes NF4 weights dense, not several that move more bytes.
 
-The function is compiled for any number of rows, not for each number.
+The function is compiled once for any number of rows, not for each number.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from r3lite.models.projections import Nf4Linear
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Returns why nothing can be compiled for a device, such as that there is no C++ compiler; None if it can."""
+    """Returns why nothing can be compiled for a device, such as a missing C++ compiler; None if compiling works."""
     try:
         _compiled(torch.neg)(torch.ones(2, device=device))
     except (RuntimeError, ImportError) as error:
@@ -25,7 +25,7 @@ def missing_compiler(device: torch.device) -> str | None:
 def enable(model: CausalLM) -> None:
     """Has the model's NF4 weights made dense by compiled code, from now on.
 
-    It is compiled now, which takes tens of seconds, so that no step of a run waits for it.
+    The code is compiled now, which takes tens of seconds, so that no step of a run waits for it.
     """
     dequantize = _Dequantizer()
     layers = [module for module in model.modules() if isinstance(module, Nf4Linear)]
@@ -62,6 +62,7 @@ class _Dequantizer:
 
 def _any_size(tensor: Tensor) -> Tensor:
     """Returns the tensor [N, ...], marked so that the same code is used for any N above 1."""
-    tensor = tensor.contiguous().data  # not a view, of which the shape of what it shows would be compiled in
+    # `.data` is not a view: for a view, the shape of the tensor that it shows would be compiled in.
+    tensor = tensor.contiguous().data
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

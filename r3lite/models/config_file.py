@@ -14,7 +14,7 @@ from r3lite.models.layer_kinds import unsupported
 from r3lite.models.rotary import RopeScaling
 from r3lite.models.text_part import is_whole, text_values
 
-# The upper limit of each size: far beyond any published model, and yet a model of it can be laid out without delay.
+# The upper limit of each size: far beyond any published model, but a model of such a size is still laid out quickly.
 SIZES = {
     "vocab_size": 1 << 24, "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1000,
     "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
@@ -35,11 +35,11 @@ class Family:
     head_dim: int = 0  # if config.json has none; 0: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of a config.json that lacks them
-    activation: tuple[str, str] = ("hidden_act", "silu")  # the only one, and its key
+    sizes: Mapping[str, int] = field(default_factory=dict)  # the defaults of sizes that config.json lacks
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the key, and the only value that is supported
     rope_types: tuple[str, ...] = ("default", "llama3")
     windows: bool = False  # its layers may have a window
-    rotates_all: bool = True  # numbers of a head have positions
+    rotates_all: bool = True  # all numbers of a head are rotated by position, not only a share of them
     # Adds what only this family's config.json has.
     complete: Callable[[Record, ModelConfig], ModelConfig] | None = None
 
@@ -152,7 +152,7 @@ def _scaling(rope: Record) -> RopeScaling:
 
 
 def config_record(folder: str | Path) -> Record:
-    """Reads a folder's `config.json`, as that of its text part if the model also sees images."""
+    """Reads a folder's `config.json`; if the model also sees images, returns the part about its text model."""
     return _text_part(_file_record(folder))
 
 
@@ -199,7 +199,7 @@ def _check_supported(
 
 
 def _quantization_fault(quantization: dict[str, Any]) -> str | None:
-    """Returns what r3lite does not read of a `quantization_config`; None if it reads all of it."""
+    """Returns a value of a `quantization_config` that r3lite does not read; None if it reads all of it."""
     if quantization in ({}, nf4.LAYOUT):
         return None
     fault = bitsandbytes_weights.unsupported(quantization)
@@ -209,7 +209,7 @@ def _quantization_fault(quantization: dict[str, Any]) -> str | None:
 
 
 def quant_method(folder: str | Path) -> str | None:
-    """Returns whose NF4 a folder is in, `nf4.METHOD` or `bitsandbytes_weights.METHOD`; None if it is dense."""
+    """Returns which kind of NF4 a folder is in: `nf4.METHOD` or `bitsandbytes_weights.METHOD`; None if it is dense."""
     return config_record(folder).record("quantization_config").text("quant_method", None)
 
 

@@ -60,7 +60,7 @@ class DeltaPass:
     def _plan_stretches(self, waiting: Sequence[RowTokens]) -> None:
         """Sets the stretches: first those of the waiting tokens, then those of the new ones."""
         stretch_of_waiting = {part.row: stretch for stretch, part in enumerate(waiting)}
-        self.end_stretches = dict(stretch_of_waiting)  # by row: the stretch at whose end its new state is
+        self.end_stretches = dict(stretch_of_waiting)  # by row: the stretch whose end state is stored
         sizes = [part.count for part in waiting]
         parents: list[int | None] = [None] * len(waiting)
         root_rows = [part.row for part in waiting]
@@ -103,7 +103,7 @@ class DeltaRows(Ring):
         super().__init__(rows, sum(heads.sizes), taps, dtype=dtype, device=device)
         self.heads = heads
         self.states = torch.zeros(rows, *heads.state_shape, device=device)
-        self.window = self._new_window(0)  # of each row the inputs of the tokens that its state does not have
+        self.window = self._new_window(0)  # for each row, the inputs of the tokens that are not in its state yet
 
     def _new_window(self, size: int) -> DeltaInputs:
         """Returns a window with zeros for `size` tokens of each row."""
@@ -144,7 +144,7 @@ class DeltaRows(Ring):
             stored[plan.draft_slots] = tensor.to(stored.dtype)
 
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
-        """Returns no tokens: with earlier tokens of the ring a row could not be cut, because its state cannot be."""
+        """Returns no tokens: saved values would serve to copy a prefix, but a row keeps no state of a prefix."""
         return []
 
     def reserve(self, capacity: int) -> None:
@@ -173,7 +173,7 @@ class DeltaRows(Ring):
             exchange(tensor[i], tensor[j])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
-        """Of drafts the state has none, see `DeltaPass`."""
+        """Changes the state only if the row becomes empty: drafts are not in the state, see `DeltaPass`."""
         if length == 0:
             self.states[row] = 0
 

@@ -1,7 +1,8 @@
 """Gradients of all of a model's weights, handed out layer by layer in the backward pass and dropped at once.
 
-Embedding and head get theirs by hand, because autograd would make several tensors [V, C]: the head's are added up in
-one of fp32 as the loss is computed, the rows of the tokens that were read join it at the end.
+The gradients of embedding and head are computed by hand, because autograd would make several tensors [V, C]. There is
+one in fp32: the loss adds the head's gradient to it, and at the end the gradients of the embedding rows that the pass
+has read are added. If the two are not tied, it is set to zeros in between.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ from r3lite.models.causal_lm import CausalLM
 class FullTuning:
     """Trains a model's weights: `apply(parameter, gradient)` is called for each once in a pass, the last layer first.
 
-    A pass is a forward pass with one loss, `head_gradient` given to it, its backward pass, and `apply_last`.
+    A pass is a forward pass, one loss, which is given `head_gradient()`, the backward pass, and `apply_last()`.
     """
 
     def __init__(self, model: CausalLM, apply: Callable[[nn.Parameter, Tensor], None]):
-        """From now on `model`, which runs its layers as `activation_checkpointing.enable` has said, is trained."""
+        """Makes `model` trainable; before this, `activation_checkpointing.enable` must have set how it runs layers."""
         self.apply = apply
         self.embedding = model.model.embed_tokens.weight
         self.head = model.head_weight
@@ -34,7 +35,7 @@ class FullTuning:
 
     def head_gradient(self) -> Tensor:
         """Returns zeros [V, C], to which a loss adds the gradient of the head."""
-        self.head_grad = None  # of a pass that failed
+        self.head_grad = None  # frees the gradient of a pass that failed
         self.head_grad = torch.zeros(self.head.shape, device=self.head.device)
         return self.head_grad
 

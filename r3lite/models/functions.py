@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The norm is an operator of its own, because CUDA has a kernel for all of it, forward and backward, and a CPU has not:
-# there it is a dozen operations, which autograd would keep too much of. PyTorch calls the one of the tensor's device.
+# The norm is an operator of its own, with an implementation for CUDA, which has one kernel for the forward pass and one
+# for the backward pass, and one for other devices: a dozen operations, for which autograd would keep too much. PyTorch
+# calls the implementation for the tensor's device.
 OPERATORS = torch.library.Library("r3lite", "DEF")
 OPERATORS.define("rms_norm(Tensor x, Tensor weight, float eps, float offset=0.) -> (Tensor, Tensor)")
 OPERATORS.define(
@@ -57,8 +58,8 @@ def rotate_(
 ) -> Tensor:
     """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
 
-    `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`; of fewer numbers than a head has, only the first
-    ones of it are rotated. Returns x.
+    `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`. If they have fewer numbers than a head, only as
+    many numbers at the head's beginning are rotated. Returns x.
     """
     if torch.is_grad_enabled():
         return _Rotated.apply(x, heads, cos, sin)
@@ -98,7 +99,7 @@ def _norm_backward(
     trains: bool,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients with respect to x and, if it trains, to the weight; else the second one is empty."""
+    """Returns the gradients with respect to x and to the weight; unless the weight `trains`, the second is empty."""
     x_fp32 = x.clone() if x.dtype == torch.float32 else x.float()  # x itself must stay: another backward may read it
     normalized = x_fp32.mul_(scale)
     grad_weight = weight.new_empty(0)
@@ -198,7 +199,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Activation(NamedTuple):
-    """The activation of a gate and its derivative, each once with a new tensor and once with one that is there."""
+    """The activation of a gate: `of` returns a new tensor, `write` and `write_backward` write to an existing one."""
 
     of: Callable[[Tensor], Tensor]
     write: Callable[..., Tensor]  # (gate, out=)

@@ -5,8 +5,9 @@ Each head has a state S [D_k, D_v] in the place of a KV cache. A token with key 
     S <- a S + b k (v - a S^T k)^T        and then its query q reads        o = S^T q / sqrt(D_k)
 
 where q and k are brought to length 1. In chunks of tokens (the WY representation of arXiv 2406.06484, section 3, with
-the decay of 2412.06464, section 3.3) all is a few products of matrices, and only states go from chunk to chunk. It is
-computed in fp32. Knows nothing of models: it is handed tensors, and how the tokens of a pass follow one another.
+the decay of 2412.06464, section 3.3) the rule is a few products of matrices, and only states go from chunk to chunk.
+All is computed in fp32. Knows nothing of models: callers hand in tensors, and how the tokens of a pass follow one
+another.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ EPS = 1e-6  # added to the squared length of queries and keys
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """The heads of a layer; each query and key head serves as many value heads."""
+    """The heads of a layer; all key heads, each with its query head, serve equally many value heads."""
 
-    keys: int  # heads of queries, and as many of keys
-    values: int  # a multiple of them
+    keys: int  # the number of query heads, and of key heads
+    values: int  # the number of value heads, a multiple of `keys`
     key_dim: int
     value_dim: int
 
@@ -68,9 +69,10 @@ class _Part:
 class _Level:
     """The chunks of equal depth in the forest."""
 
-    previous: list[int] = field(default_factory=list)  # of each chunk the state that it goes on from: see ChunkPlan
-    spans: list[range] = field(default_factory=list)  # of each chunk its tokens
-    ends: list[tuple[int, int]] = field(default_factory=list)  # (stretch, its last chunk) of those that end here
+    # For each chunk, what it goes on from: the number of a root's state, or of a chunk of the level before.
+    previous: list[int] = field(default_factory=list)
+    spans: list[range] = field(default_factory=list)  # for each chunk, its tokens
+    ends: list[tuple[int, int]] = field(default_factory=list)  # the stretches that end here: (stretch, its last chunk)
     parts: list[_Part] = field(default_factory=list)
 
     def add(self, previous: int, span: range) -> int:
@@ -172,7 +174,7 @@ def delta_chunks(
     """Runs the stretches of a plan from the states [roots, H, D_k, D_v] in fp32; without them from zeros.
 
     Returns the outputs [N, H D_v] in the dtype of the inputs' qkv, and the states [stretches, H, D_k, D_v] after each
-    stretch. The backward pass runs each chunk again, so that only the inputs and a state a chunk are kept for it.
+    stretch. The backward pass runs each chunk again, so that only the inputs and one state per chunk are kept for it.
     """
     if states is None:
         states = inputs.log_decay.new_zeros(plan.roots, *heads.state_shape)
@@ -214,10 +216,10 @@ class _Chunks(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(qkv[:, : ctx.heads.sizes[2]])
         grads = DeltaInputs(*(tensor.new_empty(len(tensor) + 1, *tensor.shape[1:]) for tensor in inputs))
-        grad_next: Tensor | None = None  # with respect to the states that the chunks of the level after go on from
+        grad_next: Tensor | None = None  # with respect to the states that the next level's chunks go on from
         next_level: _Level | None = None
         for level, states in zip(reversed(ctx.plan.levels), reversed(starts), strict=True):
-            grad_states = torch.zeros_like(states)  # first after the level's chunks, and in the end before them
+            grad_states = torch.zeros_like(states)  # of states after the level's chunks, at last of those before
             if next_level is not None:
                 _add_to_previous(grad_states, grad_next, next_level)
             if grad_final is not None:
@@ -255,9 +257,9 @@ def _add_to_previous(
     grad_states: Tensor,
     level: _Level,
 ) -> None:
-    """Adds the gradients of the states that a level's chunks go on from to those of the level before.
+    """Adds `grad_states`, of the states that a level's chunks go on from, to the gradients of the level before.
 
-    One by one, so that the sum of several branches has a fixed order.
+    They are added one by one, so that the sum of several branches has a fixed order.
     """
     if level.previous == list(range(len(grad_before))):
         grad_before += grad_states

@@ -12,7 +12,7 @@ from r3lite.models.functions import geglu, rms_norm
 from r3lite.models.layer_kinds import FULL, SLIDING, sliding_layers, unsupported
 from r3lite.models.rotary import LinearScaling, Rope
 
-# What a config.json need not say; those of the larger models leave out most of it.
+# What a config.json need not say; the files of the larger models leave out most of it.
 SIZES = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
 }  # fmt: skip
@@ -81,7 +81,7 @@ def gemma3_text(record: Record, config: ModelConfig) -> ModelConfig:
 
 
 def attention_width(layers: int, head_dim: int, hidden_per_head: float) -> float:
-    """Returns `query_pre_attn_scalar` of the published models: the size of a head, but not in the one of 27B."""
+    """Returns `query_pre_attn_scalar` of the published models: the size of a head, except in the model of 27B."""
     if layers == LAYERS_27B:
         return hidden_per_head
     return head_dim

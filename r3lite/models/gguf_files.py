@@ -1,8 +1,8 @@
 """GGUF files, llama.cpp's format of one file a model: their keys, and their tensors one by one under published names.
 
 Owns the names, order of rows and shifts that llama.cpp gives the tensors of each family, for reading and for export.
-Files are read and dequantized by the package `gguf` (extra gguf). It takes seconds for a vocabulary, so what it finds
-is kept in the folder that `gguf_folder` makes.
+Files are read and dequantized by the package `gguf` (extra gguf). The package takes seconds to read a vocabulary, so
+what it finds is kept in the folder that `gguf_folder` makes.
 """
 
 import math
@@ -23,8 +23,8 @@ from r3lite.core.records import Record, Source
 VERSIONS = (2, 3)
 GEMMA3 = "gemma3"
 QWEN35 = "qwen35"
-ARCHITECTURES = ("qwen2", "qwen3", "llama", GEMMA3)  # that are read; llama: also Mistral
-ZERO_CENTRED = (GEMMA3, QWEN35)  # architectures whose norms multiply by 1 + weight, but those in linear attention
+ARCHITECTURES = ("qwen2", "qwen3", "llama", GEMMA3)  # architectures that can be read; llama: also Mistral
+ZERO_CENTRED = (GEMMA3, QWEN35)  # architectures whose norms, except in linear attention, multiply by 1 + weight
 LIKE_LLAMA = ("llama", "granite", "smollm3")  # architectures in which queries and keys are laid out as in `row_order`
 REMEDY = "Download the file again."
 TYPES = "Use a file in Q4_0 to Q8_0, K-quants, F16, BF16 or F32."
@@ -38,7 +38,7 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-# What other architectures call otherwise.
+# Names that only one architecture has, or gives to other tensors.
 LFM2_NAMES = {
     "token_embd_norm": "model.embedding_norm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
     "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv", "shortconv.out_proj": "conv.out_proj",
@@ -89,9 +89,10 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 def row_order(rows: int, heads: int) -> np.ndarray:
-    """Returns for each published row [rows] of a Llama's query or key weights its row in GGUF.
+    """Returns, for each published row of a Llama's query or key weights, its row in GGUF [rows].
 
-    llama.cpp rotates neighbours of a head there, and published Llamas its two halves.
+    For these architectures llama.cpp rotates neighbouring numbers of a head together; published Llamas rotate a number
+    of its first half with one of its second half.
     """
     pairs = np.arange(rows).reshape(heads, -1, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
@@ -125,13 +126,13 @@ class GgufTensor:
     """A tensor of a file, of which some rows are read, as fp32."""
 
     path: str  # of the file
-    name: str  # in it
-    kind: int  # of its numbers in GGML
+    name: str  # in the file
+    kind: int  # GGML's type of its numbers
     shape: tuple[int, ...]
     start: int  # its first byte
     size: int  # its bytes
-    heads: int = 0  # by which its rows are reordered; 0: not at all
-    shift: float = 0.0  # that was added to its numbers
+    heads: int = 0  # the number of heads by which its rows are reordered; 0: not at all
+    shift: float = 0.0  # what was added to its numbers
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -150,7 +151,7 @@ class GgufTensor:
         height = max(1, TILE // dense.shape[1])
         try:
             for first in range(0, len(file_rows), height):
-                # Mapped for each tile anew, since what is mapped is in memory.
+                # The file is mapped anew for each tile: what has been read of a mapping stays in memory.
                 file = np.memmap(
                     self.path,
                     dtype=np.uint8,
@@ -207,8 +208,8 @@ class Header:
                 )
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY, code="gguf-damaged") from error
-        self.fields = Record(self.keys, Source(str(path), REMEDY))  # the keys by their types
-        end = reader.data_offset  # of the tensors before
+        self.fields = Record(self.keys, Source(str(path), REMEDY))  # reads a key as a value of a given type
+        end = reader.data_offset  # where the tensors before end
         for name, tensor in self.tensors.items():
             if not tensor.shape or not math.prod(tensor.shape):
                 raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY, code="gguf-damaged")
@@ -260,7 +261,10 @@ class Header:
 
 
 def _reader() -> type:
-    """Returns a gguf.GGUFReader with an error if a file ends early: that takes nothing for data and may never end."""
+    """Returns a subclass of gguf.GGUFReader that raises ValueError if a file ends early or its header is too long.
+
+    The class of the package takes the missing bytes for empty values, and may never end.
+    """
     with extra("gguf", "a GGUF model"):
         import gguf
 
@@ -280,7 +284,10 @@ def _reader() -> type:
 
 
 class GgufTensors:
-    """The tensors of a file as those of a safetensors file are read; `pointer` is that of `gguf_folder`."""
+    """The tensors of a GGUF file, with the methods of an open safetensors file.
+
+    `pointer` is the file GGUF_POINTER that `gguf_folder` writes.
+    """
 
     def __init__(self, pointer: Path):
         with extra("gguf", "a GGUF model"):

@@ -24,8 +24,8 @@ from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, GEMMA3, REMEDY, R
 from r3lite.models.layer_kinds import FULL, SLIDING
 from r3lite.models.rotary import RopeScaling, divisor_factors, rotary_divisors
 
-LAYOUT = 2  # of what is made here: a folder of another is not used
-# Of each architecture the class in transformers, and model_type.
+LAYOUT = 2  # version of the folders that are made here: a folder of another version is not used
+# For each architecture, the class in transformers and the model_type.
 CLASSES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -48,7 +48,8 @@ SCALING_TYPE = "rope.scaling.type"
 SCALING_FACTOR = "rope.scaling.factor"
 READ_OF_GEMMA3 = READ | {WINDOW, SCALING_TYPE, SCALING_FACTOR}
 FOLDER = "Use the model's folder with safetensors files."
-# Of Llama 3.1 and later. A file has what these make of each divisor, and not the numbers themselves.
+# The scaling of Llama 3.1 and later. A file does not have these numbers, only the factors of the divisors that follow
+# from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_LENGTH = 8192
@@ -81,6 +82,7 @@ def of(path: Path) -> Path:
             shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
             _check(path, Path(temporary), shapes)
             os.chmod(temporary, 0o755)
+            # Another process may have made the same folder in the meantime: then that one is used.
             with contextlib.suppress(OSError if folder.is_dir() else ()):
                 os.rename(temporary, folder)
     except OSError as error:
@@ -99,7 +101,7 @@ def _check(
 ) -> None:
     """Raises R3LiteError, naming the file, unless a folder's model can be made of tensors of these shapes.
 
-    It is checked before the folder is in the cache: later, its errors would name the copy.
+    The check is made before the folder is in the cache: later, errors would name the folder instead of the file.
     """
     with naming_gguf(folder):
         config = read_config(folder)

@@ -1,4 +1,7 @@
-"""The tokenizer of a GGUF file as `tokenizer.json`, byte-level BPE or as Gemma's; llama.cpp's names of splits."""
+"""Makes `tokenizer.json` of the tokenizer of a GGUF file, which is byte-level BPE or Gemma's kind of SentencePiece.
+
+Owns llama.cpp's names of the ways in which tokenizers split texts.
+"""
 
 import json
 from collections.abc import Sequence
@@ -35,15 +38,15 @@ PARTS = {
     "ByteLevel": lambda splits: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits),
 }
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-NORMALIZED = ("qwen2", "qwen35")  # texts are brought into Unicode's form NFC, which a file does not say
+NORMALIZED = ("qwen2", "qwen35")  # texts are brought into Unicode's form NFC; a file does not say so
 IGNORES_MERGES = "llama-bpe"  # a piece that is a token is not merged from its bytes
-# SentencePiece's BPE as in Gemma, which puts no space before a text; in `tokenizer.json`, and llama.cpp's names.
+# SentencePiece's BPE as in Gemma, without a space before a text: llama.cpp's names, and its parts in `tokenizer.json`.
 SENTENCEPIECE = "llama"
 SENTENCEPIECE_SPLIT = "default"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # of texts with letters that are not in the vocabulary
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # tokens of letters outside the vocabulary
 FOLDER = "Use the model's folder with safetensors files and tokenizer.json."
 
 
@@ -68,7 +71,7 @@ def is_sentencepiece(definition: Record) -> bool:
         model.flag("byte_fallback", False)
         and not model.flag("ignore_merges", False)
         and definition.values.get("normalizer") == SPACES
-        and definition.values.get("pre_tokenizer") in (None, NO_SPLIT)  # as no space is left to split at
+        and definition.values.get("pre_tokenizer") in (None, NO_SPLIT)  # NO_SPLIT finds no space left
     )
 
 
@@ -77,9 +80,10 @@ def merges_by_score(
     kinds: Sequence[int],
     scores: Sequence[float],
 ) -> list[tuple[str, str]]:
-    """Returns the merges of SentencePiece: all pairs of tokens that together are one, those of the best score first.
+    """Returns the merges of SentencePiece: all pairs of tokens that join to a token, whose score is their rank.
 
-    Of those with one result the longest left part is first, as in transformers.
+    The best score is first. Of merges with the same result, that with the longest left part is first, as in
+    transformers.
     """
     present = set(tokens)
     scored_merges = []
@@ -121,7 +125,7 @@ def ends(header: Header) -> dict[str, Any]:
 
 
 def token_id(header: Header, kind: str) -> int | None:
-    """Returns the id of a special token; None if the file has none, or an id of no token, as llama.cpp does."""
+    """Returns the id of a special token; None, as in llama.cpp, if the file has no id or the id is not of a token."""
     name = f"tokenizer.ggml.{kind}_token_id"
     if name not in header.fields:
         return None
@@ -131,7 +135,10 @@ def token_id(header: Header, kind: str) -> int | None:
 
 
 def files(header: Header) -> dict[str, dict[str, Any]]:
-    """Returns the files of the tokenizer, by name; R3LiteError names one that is neither of SPLITS nor as Gemma's."""
+    """Returns the files of the tokenizer, by name.
+
+    Raises R3LiteError naming a tokenizer that is neither one of SPLITS nor Gemma's kind.
+    """
     fields = header.fields
     model = fields.text("tokenizer.ggml.model", None)
     pre = fields.text("tokenizer.ggml.pre", None)
@@ -209,7 +216,7 @@ def _backend(
 ) -> Backend:
     """Returns the tokenizer; without a split it is SentencePiece's.
 
-    Tokens that text is not merged to are added ones; those of no use are left out.
+    Control tokens and tokens that a user defined become added tokens; unused tokens are left out.
     """
     used = {}
     added = []
@@ -222,7 +229,8 @@ def _backend(
             added.append(id)
         else:
             vocabulary[token] = id
-    # The tokenizers library numbers added tokens on from the vocabulary; one with another number must be in it.
+    # The tokenizers library numbers added tokens from the end of the vocabulary on. If a file numbers them otherwise,
+    # they must be in the vocabulary, too.
     if split is None or added != list(range(len(vocabulary), len(used))):
         vocabulary = {token: id for id, token in used.items()}
     if split is None:

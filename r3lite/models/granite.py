@@ -13,7 +13,7 @@ from r3lite.models.functions import swiglu
 from r3lite.models.layer_kinds import FULL, unsupported
 from r3lite.models.projections import project
 
-EXPERTS = 8  # of a config.json that does not say
+EXPERTS = 8  # if config.json does not say
 SHARED_SIZE = 1024
 LARGEST = 1e6
 DENSE = "r3lite trains Granite 4 without experts and Mamba layers, such as granite-4.0-micro, -1b and -350m."
@@ -74,7 +74,7 @@ class SharedMLP(MLP):
 
 
 class GraniteHybridLayer(Layer):
-    """A layer whose feed-forward network is called `shared_mlp`: in other sizes of the family it stands by experts."""
+    """A layer whose feed-forward network is called `shared_mlp`: in other sizes of the family it is beside experts."""
 
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__(config, layer_idx)

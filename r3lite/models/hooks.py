@@ -43,7 +43,7 @@ class ActivationWatch(contextlib.ExitStack):
     ) -> None:
         magnitude = output.detach().abs().max().item()  # nan if there is one
         largest = self.largest.setdefault(name, 0.0)
-        is_nan = largest != largest  # which stays: it compares as neither greater nor less
+        is_nan = largest != largest  # a nan stays the largest, though it compares as neither greater nor less
         if not is_nan and not magnitude <= largest:
             self.largest[name] = magnitude
         if self.first_overflow is None and not magnitude < float("inf"):

@@ -1,7 +1,7 @@
 """The folder of a model of the Hugging Face hub: what is downloaded of it, or is there already.
 
-Small files of its root, then the weights that they name: a repository may have the same weights several times
-(`consolidated.safetensors`, `onnx/`, `original/`).
+The small files of the root are downloaded first, then only the weights that these name: a repository may have the same
+weights several times (`consolidated.safetensors`, `onnx/`, `original/`).
 """
 
 from pathlib import Path
@@ -24,22 +24,23 @@ REMEDY = (
 def download(model: str) -> Path:
     """Returns the folder of a hub id. Without a connection it is the cached one, if it has the weights.
 
-    Of the small files nobody knows which a library reads, and one that r3lite lacks is named where it is read.
+    The cached folder may lack small files: which of them a library reads is not known, and the error about a file that
+    r3lite lacks is raised where it is read.
     """
     import huggingface_hub
     from huggingface_hub import errors
 
-    incomplete = getattr(errors, "IncompleteSnapshotError", ())  # of 1.22 and later; before, what is cached is taken
+    incomplete = getattr(errors, "IncompleteSnapshotError", ())  # huggingface_hub before 1.22 returns what is cached
     try:
         try:
             small = {"allow_patterns": list(ROOT), "ignore_patterns": [BELOW]}
             folder = Path(huggingface_hub.snapshot_download(model, **small))
         except incomplete as error:
             folder = Path(error.snapshot_path)
-        # Of the same commit, which is the folder's name.
+        # The weights are of the same commit as the small files: the folder's name.
         weights = {"allow_patterns": weight_files(folder), "revision": folder.name}
         return Path(huggingface_hub.snapshot_download(model, **weights))
-    except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that it uses
+    except (errors.HTTPError, OSError, ValueError) as error:  # HTTPError: of the HTTP library that huggingface_hub uses
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
         name = f"{model}{similar_path(model)}"

@@ -1,8 +1,9 @@
 """The KV cache of a batch of sequences, and the attention contexts of the passes that fill it.
 
 What each layer carries is its own affair, see `carried`. For an attention a token's slot is its position, so a row's
-slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives rows many tokens each, a
-`Decode` one each, or in a CUDA graph with drafts equally many. (A third pass with drafts is in `verification`.)
+slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives each row many tokens; a
+`Decode` gives each row one, or in a CUDA graph with drafts the same number. (A third pass, with drafts, is in
+`verification`.)
 """
 
 import math
@@ -84,9 +85,9 @@ class CachePass(ABC):
 
 
 class Prefill(CachePass):
-    """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context.
+    """The attention context of a pass that gives tokens to several rows of a cache, laid end to end without padding.
 
-    The rows' lengths count them from now on; the pass writes their keys and values.
+    The rows' lengths count the tokens from now on; the pass writes their keys and values.
     """
 
     def __init__(self, cache: "KVCache", additions: Sequence[tuple[int, list[int]]]):
@@ -144,9 +145,9 @@ class Prefill(CachePass):
 
 
 class Decode(CachePass):
-    """T more tokens in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
+    """The attention context of a pass over ids [B, T]: T more tokens in each of the first B rows of a cache.
 
-    The attention context of a pass over ids [B, T]. T is 1, except in a CUDA graph with drafts.
+    Only the first `used` slots of a row may be attended to. T is 1, except in a CUDA graph with drafts.
     """
 
     def __init__(
@@ -249,7 +250,8 @@ class KVCache:
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
         self.prefilled = [0] * rows  # how many of a row's first tokens came by prefills, before the first decoded one
         self.settled = [0] * rows  # how many of a row's tokens are in its states, if layers have such: see DeltaPass
-        # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
+        # Tensors that each step of decoding would otherwise make anew: 0, 1, 2 .. for all rows and slots, and the two
+        # numbers of a mask.
         self.counting = torch.arange(rows, device=device)
         scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
         self.masked_score, self.visible_score = scores
@@ -341,8 +343,8 @@ class KVCache:
     ) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row.
 
-        With `prefilled`, the answer is for a row that will have so many tokens, all by prefills, instead of for its
-        present content.
+        With `prefilled`, the answer is not for the row's present content, but for a time when the row will have so many
+        tokens, all by prefills.
         """
         length = self.lengths[row]
         if prefilled is None:

@@ -13,7 +13,7 @@ from r3lite.models.causal_lm import LayerKind, ModelConfig
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-MISTRAL_WINDOW = 4096  # of a config.json that does not say; null means that there is none
+MISTRAL_WINDOW = 4096  # if config.json has no `sliding_window`; null means that there is no window
 QWEN_FULL_LAYERS = 28
 NO_ROPE_INTERVAL = 4
 LARGEST = 1 << 30
@@ -52,7 +52,7 @@ def qwen(record: Record, config: ModelConfig) -> ModelConfig:
 def smollm3(record: Record, config: ModelConfig) -> ModelConfig:
     """Every fourth layer has no positions; in `no_rope_layers` 0 stands for these, 1 for layers with positions.
 
-    With `use_sliding_window` it is they that have a window.
+    With `use_sliding_window`, the layers without positions have a window.
     """
     layers = config.num_hidden_layers
     interval = record.whole("no_rope_layer_interval", NO_ROPE_INTERVAL, low=1)
