@@ -17,7 +17,8 @@ from r3lite.core.records import parse
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 INPUTS = "# inputs: "
-# By --source, the keys of a record of a question that is rejected, or of which some episodes are.
+# The keys of a record in the file of rejections, by --source. With `self`, every question that is done has a record,
+# whose reasons are those of its rejected episodes.
 REJECTIONS = {
     "gold": {"id", "reason", "source"},
     "teacher": {"id", "reason"},
@@ -43,8 +44,8 @@ class Tally:
     rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
     rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
-    gold: int = 0  # gold paragraphs that they need
-    retrieved_gold: int = 0  # those of them that the retriever found itself
+    gold: int = 0  # gold paragraphs that the kept trajectories need
+    retrieved_gold: int = 0  # how many of these paragraphs the retriever found itself
     extra: dict[str, object] = field(default_factory=dict)
 
     def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
@@ -59,7 +60,7 @@ class Tally:
         self.rejections.append({"id": question.id, "reason": reason, "source": "gold"})
 
     def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
-        """Counts a trajectory of which all documents were retrieved."""
+        """Counts a trajectory whose documents were all retrieved."""
         documents = [document for step in steps for document in step.documents]
         retrieved_gold = question.gold_found(documents)
         self.keep(steps=len(steps), gold=len(question.gold), retrieved_gold=len(retrieved_gold))
@@ -104,8 +105,10 @@ def ids(records: list[dict]) -> set[str]:
 
 
 def write_questions(path: Path, rows: list[dict]) -> None:
-    """Writes rows of questions that were made. Raises R3LiteError if the file has anything else in it: the same rows
-    are of a run that was killed before it wrote its trajectories."""
+    """Writes rows of questions that were made. Raises R3LiteError if the file already holds other rows.
+
+    It may hold the same rows: a run that was killed before it wrote its trajectories leaves them.
+    """
     remedy = "Pass another --output, or delete it."
     if _has_content(path) and [record.values for record in read_jsonl(path, remedy)] != rows:
         raise R3LiteError(f"{path} exists and is not empty", remedy, code="output-not-empty")
@@ -125,8 +128,8 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     """Returns the records of earlier runs into the same file.
 
     Raises R3LiteError for a file that this run may not go on writing. Gold trajectories, also of questions made from
-    documents, are written all at once, so a file with anything in it is not this run's. Other runs go on with their own
-    file only: `<output>.config.toml` has the settings of the first run.
+    documents, are written all at once, so a file that is not empty is of another run. Runs with other sources continue
+    only a file of their own: `<output>.config.toml` has the settings of the run that began it.
     """
 
     check_earlier(output, source, config)
@@ -174,7 +177,7 @@ def _has_content(path: Path) -> bool:
 def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
     """Writes the settings of a run beside its output, with the fingerprints of what it reads as a comment.
 
-    Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
+    Raises R3LiteError if earlier runs into the same file have read other inputs.
     """
     path = config_of(output)
     if path.exists() and (earlier.accepted or earlier.rejected):
@@ -188,7 +191,7 @@ def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str])
 
 
 def check_output(output: Path, config: Any) -> None:
-    """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
+    """Refuses, before any question is read, an output that is also an input, is not a file, or cannot be written."""
     remedy = "Pass a new file that ends in .jsonl."
     inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
     inputs += [("--exclude", path) for path in config.data.exclude or ()]
