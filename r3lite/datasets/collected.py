@@ -129,7 +129,7 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
 
     Raises R3LiteError for a file that this run may not go on writing. Gold trajectories, also of questions made from
     documents, are written all at once, so a file that is not empty is of another run. Runs with other sources continue
-    only a file of their own: `<output>.config.toml` has the settings of the run that began it.
+    only a file of their own: `<output>.config.toml` has the settings of the latest run into it.
     """
 
     check_earlier(output, source, config)

@@ -266,7 +266,7 @@ class Demonstration:
         return one_line(f"{name_of(hop.document.title)}: {' '.join(hop.evidence)}")
 
     def _sub_question(self, number: int) -> str | None:
-        """Returns the query of a hop if it is a sub-question, not a name to look up or the question itself; else None."""
+        """Returns a hop's query if it is a sub-question; None if it is a name to look up or the question itself."""
         query = self._queries[number]
         if query.endswith("?") and not same_query(query, self.question.text):
             return query

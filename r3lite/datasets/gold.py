@@ -78,8 +78,8 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
 def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
-    In later sub-questions `{A}` replaces `#1`, and also the answer of hop 1 where it is named outright, unless the whole
-    question names this answer, too.
+    In later sub-questions `{A}` replaces `#1`, and also the answer of hop 1 where it is named outright, unless the
+    whole question names this answer, too.
     """
     nodes = []
     edges = []
