@@ -12,7 +12,8 @@ import torch
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import dtype_name, resolve_dtype
 
-# The values that nvidia-smi is asked for: its names, and ours. A value that a driver does not report is left out.
+# The values that nvidia-smi is asked for: its names for them, and the names here. A value that the driver does not
+# report is left out.
 ASKED = {
     "driver_version": "driver",
     "pstate": "power_state",
@@ -32,11 +33,11 @@ def describe(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),  # that PyTorch uses
+        "threads": torch.get_num_threads(),  # as many as PyTorch uses
         "memory_mib": None if memory is None else memory // MIB,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,  # that PyTorch was built for
+        "cuda": torch.version.cuda,  # the version that PyTorch was built for
         "device": device.type,
         "default_dtype": dtype_name(resolve_dtype("auto", device)),
         "card": _card(device, driver) if device.type == "cuda" else None,
@@ -50,8 +51,8 @@ def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "total_mib": total // MIB,
         "free_mib": free // MIB,
-        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
-        "told": driver,  # by the driver, see ASKED
+        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for copies to the card
+        "told": driver,  # what the driver reports, see ASKED
     }
 
 
@@ -93,9 +94,9 @@ def _driver(values: dict[str, str]) -> str:
 
 
 def ask_driver(card: str = "0") -> dict[str, str]:
-    """Asks nvidia-smi for a card's values, by its number or UUID: see ASKED. Empty if there is no answer.
+    """Returns what nvidia-smi tells of a card, named by its number or UUID: see ASKED. Empty if there is no answer.
 
-    Ask before CUDA is used: `used_mib` has the memory that other programs hold then, and later this one's context too.
+    Ask before CUDA is used: until then `used_mib` is the memory of other programs, later also of this one's context.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
