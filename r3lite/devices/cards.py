@@ -104,8 +104,8 @@ def _card(
     bf16: bool = False,
     source: str = WIKIPEDIA,
 ) -> Speeds:
-    """Returns a card from its GiB, GB/s and TFLOPS in fp32; products in fp16, and in bf16 if it has bf16, are `times` as
-    fast.
+    """Returns a card from its GiB, GB/s and TFLOPS in fp32; products in fp16, and in bf16 if it has bf16, are `times`
+    as fast.
 
     Products accumulate in fp32, as training needs: on GeForce cards that is half of what is advertised for fp16.
     """

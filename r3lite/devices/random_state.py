@@ -1,4 +1,4 @@
-"""The states of PyTorch's default generators, which dropout draws from: taken, and put back."""
+"""Reads and restores the states of PyTorch's default generators, from which dropout draws."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def random_state() -> dict[str, Tensor]:
     """Returns the states of PyTorch's default generators, by device, as bytes."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
+    if torch.cuda.is_initialized():  # in a run on the CPU, asking for the states would start CUDA
         for i, state in enumerate(torch.cuda.get_rng_state_all()):
             states[f"cuda.{i}"] = state
     if torch.backends.mps.is_available():
@@ -16,7 +16,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Restores the states of `random_state`; those of devices that this machine lacks are ignored."""
+    """Restores the states of `random_state`; the states of devices that this process does not use are ignored."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
