@@ -27,7 +27,7 @@ ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 @dataclass(frozen=True)
 class CacheOrigin:
-    """What a cache follows from: fingerprints of teacher, tokenizer and tokenized trajectories, and the number `top`."""
+    """What a cache follows from: fingerprints of teacher, tokenizer and tokenized trajectories, and `top`."""
 
     teacher: str
     tokenizer: str

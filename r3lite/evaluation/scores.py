@@ -35,13 +35,13 @@ class Marks:
     em: float
     f1: float
     recall: float | None
-    well_formed: int  # of its steps
+    well_formed: int  # number of well-formed steps
     steps: int
     searches: int
     hops: int
     judged: bool | None = None
     type: str = ""
-    means: dict[str, float] = field(default_factory=dict)  # those of MEANS that are known
+    means: dict[str, float] = field(default_factory=dict)  # the metrics of MEANS that are known
     failure: str | None = None  # why the retriever failed at a query; then the numbers are no scores
 
     @staticmethod
@@ -73,7 +73,7 @@ class Marks:
 
     @staticmethod
     def from_json(record: Record) -> "Marks":
-        """Returns the marks of a line of predictions.jsonl, also of one that an earlier version of r3lite wrote."""
+        """Returns the marks of a line of predictions.jsonl, also if an earlier version of r3lite wrote the line."""
         return Marks(
             em=record.number("em", low=0, high=1),
             f1=record.number("f1", low=0, high=1),
@@ -87,7 +87,7 @@ class Marks:
         )
 
     def to_json(self) -> dict:
-        """Returns the keys of a line of predictions.jsonl beside those of the episode."""
+        """Returns the part of a line of predictions.jsonl that the episode itself does not have."""
         line = {
             "em": self.em,
             "f1": self.f1,
@@ -111,8 +111,8 @@ def _counts(steps: Sequence[Step]) -> dict[str, int]:
 
 
 def _facts(episode: Episode, em: float) -> dict[str, float]:
-    """Returns supporting facts and joint scores of an episode whose answer has that EM."""
-    answer = Overlap(0.0, 0.0)  # of an episode without one, as its EM and F1 are then
+    """Returns the scores of supporting facts and the joint scores of an episode; `em` is the EM of its answer."""
+    answer = Overlap(0.0, 0.0)  # without an answer, as EM and F1 are 0 then, too
     if episode.prediction.strip():
         question = episode.question
         answer = best_overlap(episode.prediction, question.answers, rule_of(question))
@@ -137,10 +137,10 @@ def combined(marks: Marks) -> float | None:
 
 
 def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
-    """Returns by metric two numbers of each question: what is summed up, and what the sum is divided by.
+    """Returns, for each metric, two numbers of each question: what is summed up, and what the sum is divided by.
 
-    Both are 0 if the metric is unknown of the question. Metrics that are known of no question are left out, but for
-    METRICS and FULL_RECALL_EM.
+    Both are 0 if the metric is unknown for the question. A metric that is known for no question is left out, unless it
+    is of METRICS or FULL_RECALL_EM.
     """
     table = {
         "em": [(m.em, 1) for m in marks],
@@ -160,7 +160,7 @@ def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]
 
 
 def _part(value: float | bool | None) -> tuple[float, int]:
-    """Returns the numerator and the denominator of a value."""
+    """Returns the numerator and the denominator of a value; both are 0 if it is None."""
     if value is None:
         return 0.0, 0
     return float(value), 1
@@ -182,7 +182,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     """Returns `n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
     Every metric is a mean over the questions for which it is known (None if there are none), except that format
-    adherence is a mean over steps. METRICS are always there, further ones if they are known of any question.
+    adherence is a mean over steps. METRICS are always there, other metrics if they are known for any question.
     FULL_RECALL_EM has its own number of questions, "n", and is None if no episode retrieved every gold paragraph.
     Questions at which the retriever failed are left out, also of `n`.
     """
@@ -207,7 +207,7 @@ def scores_by(
     marks: Sequence[Marks],
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Returns the scores of each group of questions, such as those of one type; an empty name is no group."""
+    """Returns the scores of each group of questions, such as those of one type; the group "" is left out."""
     groups = {group(m) for m in marks if not m.failure}
     names = sorted(groups - {""})
     by_name = {}
