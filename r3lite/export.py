@@ -59,7 +59,7 @@ def export(config: ExportConfig) -> None:
 
 
 def check_output(config: ExportConfig) -> None:
-    """Raises an error if --output is missing, or is not empty, unless it is an export and --push is given."""
+    """Raises an error if --output is missing or occupied; with --push it may be an export."""
     if config.common.output is None:
         raise UsageError("--output is missing: pass a new folder", code="output-missing")
     output = Path(config.common.output)
@@ -69,20 +69,20 @@ def check_output(config: ExportConfig) -> None:
 
 
 def is_occupied(output: Path) -> bool:
-    """Returns whether a path is a file, or a folder that is not empty."""
+    """Returns whether a path is that of a file, or of a folder that is not empty."""
     if output.is_dir():
         return bool(names_in(output))
     return output.exists()
 
 
 def plan(config: ExportConfig) -> str:
-    """Checks --output as the export does, for `--dry-run`; has nothing to show."""
+    """Checks --output as the export does, for `--dry-run`; returns no text."""
     check_output(config)
     return ""
 
 
 def upload(settings: ExportSettings, output: Path) -> None:
-    """Prints what --push uploads, and with --yes uploads it."""
+    """Prints what --push uploads, and with --yes does it."""
     print(hub.summary(output, settings.push, settings.push_as))
     if settings.yes:
         print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")

@@ -2,8 +2,8 @@
 gets an error.
 
 A section states the needs of its own settings in `needs`. The `needs` of a command's settings state what the command
-asks of settings that it shares with other commands. A setting without needs always has an effect, or
-another check decides whether it has: an algorithm names the settings that it reads.
+asks of settings that it shares with other commands. A setting without needs always has an effect, or another check
+decides whether it has: an algorithm names the settings that it reads.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # the rank among the processes of this machine
+    local_rank: int = 0  # among those of this machine
 
 
 def world() -> World:

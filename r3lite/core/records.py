@@ -18,7 +18,7 @@ from r3lite.core.errors import R3LiteError
 
 MAX_DEPTH = 100  # of nested lists and objects: recursive code such as json.dumps fails at about 1,000
 WHOLE = 2**63 - 1  # the largest whole number that tensors, FAISS and other programs' JSON take
-MAX_KEYS = 8  # keys of an object that an error lists
+MAX_KEYS = 8  # of an object that an error lists
 REQUIRED: Any = object()  # the default of a field that must be there
 
 

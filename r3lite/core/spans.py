@@ -38,7 +38,7 @@ class Spans:
     def __init__(self):
         # The wall clock is read once, because it may be changed during a run.
         self._origin = time.time_ns() - time.perf_counter_ns()
-        self._open: list[tuple[str, str]] = []  # trace and id of each open span, the innermost last
+        self._open: list[tuple[str, str]] = []  # traces and ids
         self._finished: list[Span] = []
 
     def now(self) -> int:

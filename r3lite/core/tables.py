@@ -18,8 +18,8 @@ TABLES = (".csv", ".tsv")
 def csv_rows(text: str) -> list[list[str]]:
     """Returns the rows of a CSV text, without blank ones; raises csv.Error if the text is not CSV.
 
-    A first line such as `sep=|`, as Excel reads it, names the character between cells. Without it, the character is a
-    comma, a semicolon or a tab: spreadsheets write the latter two in countries whose numbers have a decimal comma.
+    Cells stand between commas, or between semicolons or tabs, which spreadsheets write where numbers have a decimal
+    comma. A line such as `sep=|` above the rows names another character, as Excel reads it.
     """
     separator = SEPARATOR.match(text)
     if separator:

@@ -44,8 +44,8 @@ class Tally:
     rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
     rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
-    gold: int = 0  # gold paragraphs that the kept trajectories need
-    retrieved_gold: int = 0  # how many of these paragraphs the retriever found itself
+    gold: int = 0  # gold paragraphs that they need
+    retrieved_gold: int = 0  # those of them that the retriever found itself
     extra: dict[str, object] = field(default_factory=dict)
 
     def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
@@ -60,7 +60,7 @@ class Tally:
         self.rejections.append({"id": question.id, "reason": reason, "source": "gold"})
 
     def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
-        """Counts a trajectory whose documents were all retrieved."""
+        """Counts a trajectory of which all documents were retrieved."""
         documents = [document for step in steps for document in step.documents]
         retrieved_gold = question.gold_found(documents)
         self.keep(steps=len(steps), gold=len(question.gold), retrieved_gold=len(retrieved_gold))
@@ -177,7 +177,7 @@ def _has_content(path: Path) -> bool:
 def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
     """Writes the settings of a run beside its output, with the fingerprints of what it reads as a comment.
 
-    Raises R3LiteError if earlier runs into the same file have read other inputs.
+    Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
     """
     path = config_of(output)
     if path.exists() and (earlier.accepted or earlier.rejected):

@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
 SYSTEM = ("system", "system_prompt")
 WEIGHTS = ("weight", "train")
 CALL_KEYS = ("name", "arguments")
-# Keys that a message may have, by its role, besides the keys of role and content.
+# Keys of a message of a role, beside those of its role and content.
 MESSAGE_KEYS = {
     "system": WEIGHTS,
     "user": WEIGHTS,
@@ -83,7 +83,7 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Makes messages of a row; names the keys that it reads or may leave unread, besides SYSTEM and those in LAYOUTS.
+    """Makes messages of a row; names the keys that it reads or may leave unread, besides SYSTEM and its own keys.
 
     `asks` are the keys of the question and the gold answer of a trace: RL asks this question as it is.
     """
@@ -248,7 +248,7 @@ KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors
 
 
 def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
-    """Returns a message with `role` and `content`, which a record has under the keys `role_key` and `text_key`."""
+    """Returns a message of ours for one that has its role and content under other keys."""
     _refuse_unknown(record, (role_key, text_key, *MESSAGE_KEYS[role]))
     calls = _objects(record, "tool_calls")
     default = REQUIRED
@@ -277,7 +277,7 @@ def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
 
 
 def _is_excluded(record: Record, role: str) -> bool:
-    """Returns whether a message has a weight of 0; raises InvalidRecord for a weight that its role may not have."""
+    """Returns whether a message has a weight of 0; raises InvalidRecord for other weights than its role may have."""
     weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
     allowed = [0]
     if role == "assistant":
@@ -308,7 +308,7 @@ def _call(call: Record) -> dict:
 
 
 def _objects(record: Record, key: str) -> list[Record]:
-    """Returns the objects under a key, which holds a list of them or a single one."""
+    """Returns the objects of a list, or one alone."""
     objects = record.parsed(key) or []
     if not isinstance(objects, list):
         objects = [objects]
@@ -328,7 +328,7 @@ def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
         )
 
 
-Keys = tuple[str, ...]  # the keys of a layout, which also name the layout
+Keys = tuple[str, ...]  # of a layout: its name, too
 
 
 def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
@@ -348,7 +348,7 @@ def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
 
 
 def _is_covered(keys: Keys, layouts: list[Keys]) -> bool:
-    """Returns whether another of the layouts declares all of `keys`."""
+    """Returns whether another of the layouts knows all keys of one."""
     return any(keys != layout and set(keys) <= set(declared(layout)) for layout in layouts)
 
 

@@ -60,7 +60,7 @@ def write_gold(
     if tally.rejections:
         write_jsonl(rejections_of(output), tally.rejections)
     else:
-        rejections_of(output).unlink(missing_ok=True)  # left by a run that was killed before it wrote the trajectories
+        rejections_of(output).unlink(missing_ok=True)  # of a run that was killed before it wrote the trajectories
     write_jsonl(output, (trajectory.to_json() for trajectory in trajectories))
     return tally
 
@@ -186,7 +186,7 @@ class Demonstration:
     steps: list[Step] = field(default_factory=list)
     rejected: str | None = None
     _covered: set[int] = field(default_factory=set)  # hops whose evidence is written down
-    _queries: list[str] = field(init=False)  # the query of each hop, with the answers of earlier hops filled in
+    _queries: list[str] = field(init=False)  # of each hop, with the answers of earlier ones
     _untried: list[str] = field(default_factory=list)  # queries that could take the place of the last step's query
 
     def __post_init__(self):

@@ -90,7 +90,7 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
-    both subject and object. Returns nothing if a hop has no paragraph. `supporting` is as in `from_supporting`.
+    both subject and object. Returns nothing if a hop has no paragraph. `supporting` as in `from_supporting`.
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
@@ -118,7 +118,7 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
 
 
 def _paragraph_of(question: Question, subject: str, values: list[str]) -> Document | None:
-    """Returns the gold paragraph titled like the subject, else the first that names it and one of the values."""
+    """Returns the gold paragraph titled like the subject, else the one that names it and one of the values."""
     name = name_of(subject).casefold()
     for paragraph in question.gold:
         if name_of(paragraph.title).casefold() == name:

@@ -178,7 +178,7 @@ def _as_list(value: Any) -> list:
 
 
 def _matching(files: list[str], patterns: list) -> list[str]:
-    """Returns the files that fit a pattern, in the order of the patterns; a pattern that is not text fits no file."""
+    """Returns the files that fit a pattern, in the order of the patterns; those that are no text fit nothing."""
     matching = []
     for pattern in patterns:
         if isinstance(pattern, str):

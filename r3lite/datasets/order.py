@@ -95,7 +95,7 @@ def rows_of_step(
 ) -> list[int]:
     """Returns the indices of the rows of step 1, 2, ..., drawn in passes over all `count` rows or from a mixture.
 
-    The run ends after `last` draws, unless `last` is None.
+    The run ends after `last` draws, if that is not None.
     """
     start = (step - 1) * per_step
     stop = step * per_step

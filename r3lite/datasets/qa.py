@@ -255,7 +255,7 @@ def _evidences(row: Record) -> list[list[str]]:
 
 
 def _pairs(row: Record, key: str, columns: tuple[str, ...]) -> list[list]:
-    """Returns the list of short lists under a key; some copies on the hub store it as columns, some as JSON text."""
+    """Returns a list of short lists, which some hub copies keep as columns, and some as JSON text."""
     value = row.parsed(key)
     if isinstance(value, dict):
         lists = [value.get(column) for column in columns]

@@ -210,7 +210,7 @@ def _is_json(field: "pyarrow.Field") -> bool:
 
 
 def _parts(field: "pyarrow.Field") -> list["pyarrow.Field"]:
-    """Returns the fields of a struct, or the one field of a list's elements; none for other types."""
+    """Returns the fields of a struct, or that of a list's elements; none of other types."""
     if hasattr(field.type, "value_field"):
         return [field.type.value_field]
     if hasattr(field.type, "get_field_index"):

@@ -90,7 +90,7 @@ def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed
 
 
 def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]) -> Rows:
-    """Returns the SFT rows of each source, the first --limit of each; bad rows are treated as by `read_rows`."""
+    """Returns the SFT rows of each source, the first --limit of each; bad ones are treated as by `read_rows`."""
     entries = entries_of(data, mixture)
     if not entries:
         rows = read_rows(data.data, protocols[""], limit=data.limit, skip_bad_rows=data.skip_bad_rows)
@@ -256,7 +256,7 @@ def _converted(entry: SourceEntry, data: DataSettings, convert: Callable[[Record
 
 @contextlib.contextmanager
 def _named(entry: SourceEntry) -> Iterator[None]:
-    """Makes errors within the `with` block say which source they are about."""
+    """Within the `with` block an error says which source it is about."""
     try:
         yield
     except R3LiteError as error:

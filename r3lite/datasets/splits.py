@@ -1,5 +1,5 @@
-"""Questions to train on, to choose by and to test on: no question is in two of these parts. They are drawn from a data
-set, or are left out of other questions because files of --exclude have them."""
+"""Questions to train on, to choose by and to test on: no question is in two of these parts. `draw` draws the parts from
+a data set; `without` leaves out the questions that stand in other files."""
 
 import random
 import sys

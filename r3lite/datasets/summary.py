@@ -14,9 +14,9 @@ from r3lite.settings import DataSettings, PpoConfig, ProtocolSettings, SftConfig
 class Summary:
     """The number of rows or questions that a run learns from, and text that says so."""
 
-    count: int | None = None  # None: no data are named, or one of their files is not here
+    count: int | None = None  # None: no data are named, or a file of them is not here
     text: str = ""
-    questions: list[Question] = field(default_factory=list)  # the questions that are counted, in RL
+    questions: list[Question] = field(default_factory=list)  # of RL, those that are counted
 
 
 def summary_of_sft(config: SftConfig) -> Summary:
@@ -67,7 +67,7 @@ def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[s
 
 
 def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
-    """Returns the first path of the data that does not exist here, such as a hub string; None if all exist."""
+    """Returns the first of the files that is not on this machine, such as a hub string; None if all are here."""
     paths = [entry["file"] for entry in entries_of(data, mixture)]
     if data.data:
         paths.append(data.data)

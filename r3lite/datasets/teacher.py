@@ -33,7 +33,7 @@ ATTEMPT_NOTE = (
 
 @dataclass
 class Try:
-    """One attempt of the teacher at a question: its steps so far, and why it failed, if it has failed."""
+    """One attempt of the teacher at a question: its steps so far, and how it failed if it did."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)

@@ -20,7 +20,7 @@ from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 
 PART = 64  # rows of a part file
 MANIFEST = "manifest.json"
-TOKEN_BYTES = 8  # bytes for each token of a distribution: its id and its log-probability
+TOKEN_BYTES = 8  # of a token of a distribution: its id and its log-probability
 GO_ON = "Run the same `collect --teacher-logprobs` again; it continues from here."
 ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 

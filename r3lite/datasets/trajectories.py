@@ -186,7 +186,7 @@ def _stripped(step: Step) -> Step:
 def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     """Returns why steps cannot be trained on; None if they can.
 
-    Each step must be the same after rendering and parsing, and the last step must answer.
+    Each must survive rendering and parsing, and the last must answer.
     """
     if not steps:
         return "no steps"
@@ -200,8 +200,8 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
             faults = ("query_and_answer",)
         if faults:
             return f"step {number} {protocol.faults.get(faults[0], faults[0])}"
-        # Not the steps are compared, but their texts: --format may write more than the step of another format has, such
-        # as a plan of its queries.
+        # Queries and texts are compared, not steps: --format may write more than a step of another format has, such as
+        # a plan of its queries.
         if parsed.queries != step.queries or protocol.render(parsed, number) != text:
             return f"step {number} changes when it is written in --format and parsed"
         if number < len(steps) and step.answer is not None:
@@ -239,7 +239,7 @@ def parts_of(row: Example, layout: Layout) -> list[Example]:
 
 @contextlib.contextmanager
 def _named(row: Conversation) -> Iterator[None]:
-    """Makes errors within the `with` block name the row."""
+    """Errors within the `with` block name the row."""
     try:
         yield
     except R3LiteError as error:

@@ -146,6 +146,6 @@ def card(name: str) -> Speeds | None:
 
 
 def similar_names(name: str) -> list[str]:
-    """Returns the names of the table that share a number with `name`, such as 3050: one of them may be meant."""
+    """Returns the names of the table that share a number with `name`, such as 3050: what it may be a slip of."""
     numbers = {token for token in tokens(name) if token.isdigit()}
     return [speeds.name for speeds in CARDS if numbers & tokens(speeds.name)]

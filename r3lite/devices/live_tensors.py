@@ -27,8 +27,8 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = 0  # bytes that are live now
-        self.peak = 0  # the most bytes that were live at once
+        self.live = 0  # bytes, now
+        self.peak = 0  # bytes, at most so far
         self.host = 0
         self.peak_host = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # by storage: the device's bytes and the host's

@@ -33,11 +33,11 @@ def describe(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),  # as many as PyTorch uses
+        "threads": torch.get_num_threads(),  # that PyTorch uses
         "memory_mib": None if memory is None else memory // MIB,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,  # the version that PyTorch was built for
+        "cuda": torch.version.cuda,  # that PyTorch was built for
         "device": device.type,
         "default_dtype": dtype_name(resolve_dtype("auto", device)),
         "card": _card(device, driver) if device.type == "cuda" else None,
@@ -51,8 +51,8 @@ def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "total_mib": total // MIB,
         "free_mib": free // MIB,
-        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for copies to the card
-        "told": driver,  # what the driver reports, see ASKED
+        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
+        "told": driver,  # by the driver, see ASKED
     }
 
 

@@ -115,7 +115,7 @@ class Precision:
         self.updating = False
 
     def autocast(self) -> AbstractContextManager:
-        """Returns a context in which matrix products are in the run's dtype; in fp32 the context does nothing."""
+        """Returns a context in which matrix products are in the run's dtype; in fp32 one that does nothing."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)

@@ -1,4 +1,4 @@
-"""Reads and restores the states of PyTorch's default generators, from which dropout draws."""
+"""The states of PyTorch's default generators, which dropout draws from: taken, and put back."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Restores the states of `random_state`; the states of devices that this process does not use are ignored."""
+    """Restores the states of `random_state`; those of devices that this machine lacks are ignored."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""The ranks of a run, which are its processes if torchrun has started it: how they divide work and exchange data.
+"""The ranks of a run, that is, the processes that torchrun has started: how they divide work and exchange data.
 
 Every rank holds the whole batch and the whole state of the run; only the passes of the model are divided, and their
 gradients are summed. So every rank computes token counts, statistics of groups, advantages and decisions of the whole
@@ -30,9 +30,9 @@ from r3lite.core.processes import World
 
 T = TypeVar("T")
 BEAT = 1.0  # seconds between a rank's signs of life
-SILENCE = 18  # beats without a sign of life after which a rank counts as dead, once this rank has begun a step
-GRACE = 8  # seconds that a rank has to save and end when another rank is gone; then it is ended by force
-# The words with which a rank's signs of life begin.
+SILENCE = 18  # beats without one, after which a rank counts as dead; the first steps must have begun
+GRACE = 8  # seconds in which a rank saves and ends when another one is gone; then it is ended
+# Words with which a rank begins its signs.
 ALIVE = "alive"
 OVER = "over"
 GONE = "gone"
@@ -227,7 +227,7 @@ class Group(Ranks):
             time.sleep(5e-4)
         try:
             work.wait()
-        except RuntimeError as error:  # a connection was closed: the rank that closed it may have said why
+        except RuntimeError as error:  # a connection was closed: its owner may have said why
             time.sleep(2 * BEAT)
             self._raise_if_lost()
             raise RankLost(
@@ -313,7 +313,7 @@ def _take_card(local_rank: int) -> None:
 
 
 def _new_store(prefix: str) -> Any:
-    """Returns a connection to the store of the run; all its keys begin with `prefix`."""
+    """Returns a connection to the store of the run, whose keys it begins with `prefix`."""
     import torch.distributed as dist
 
     store, _, _ = next(dist.rendezvous("env://"))

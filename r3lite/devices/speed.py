@@ -16,10 +16,10 @@ from r3lite.devices.precision import DTYPES as TORCH_DTYPES
 from r3lite.devices.precision import Precision
 
 READ = 1 << 27  # bytes: beyond what the cache of a laptop's processor or card holds
-WIDTH = 896  # columns of the weights that are read, as Qwen2.5-0.5B has
-LAUNCHES = 200  # kernels in one measurement of a kernel's cost
-ENOUGH = 0.02  # seconds of a measurement; a product that takes longer is large enough
-EDGE = 2048  # edge of the products by which fp16 is compared with fp32
+WIDTH = 896  # of the weights that are read: Qwen2.5-0.5B's
+LAUNCHES = 200  # kernels of one measurement of their cost
+ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
+EDGE = 2048  # of the products by which fp16 is held against fp32
 LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
 REPEATS = 3  # measurements, of which the quickest counts
 
@@ -53,7 +53,7 @@ def speeds_of(device: torch.device, dtype: str, product: Product) -> Speeds | No
     """
     try:
         return measure(device, product, [dtype])
-    except Exception as error:  # an error of any kind: a run goes on without a prediction
+    except Exception as error:  # of any kind: a run goes on without a prediction
         print(f"warning: cannot measure the speed of this device: {error!r:.200}", file=sys.stderr)
         return None
     finally:

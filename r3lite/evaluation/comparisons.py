@@ -12,8 +12,8 @@ from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.scores import Marks, metric_parts
 
 RESAMPLES = 10_000
-POOLED = ("em", "f1")  # the metrics that `compare_sets` compares
-ROUNDING = 1e-12  # a smaller difference counts as 0: sums of the same numbers in another order may differ so much
+POOLED = ("em", "f1")  # the metrics of `compare_sets`
+ROUNDING = 1e-12  # a smaller difference counts as 0: sums of the same numbers in another order differ by as much
 
 
 # The marks of both models' answers to the same questions, in the same order.
@@ -130,7 +130,7 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
 
 
 def _pooled(marks: Sequence[Marks], indices: Sequence[int]) -> list[list[float]]:
-    """Returns the metrics POOLED of the questions at n indices: [metrics, n]."""
+    """Returns the metrics that `compare_sets` compares, of the questions at n indices: [metrics, n]."""
     em = [marks[i].em for i in indices]
     f1 = [marks[i].f1 for i in indices]
     return [em, f1]

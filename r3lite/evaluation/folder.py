@@ -19,7 +19,7 @@ PREDICTIONS = "predictions.jsonl"
 SCORES = "scores.json"
 COMPARISON = "comparison.json"
 Predictions = dict[str, tuple[str, Marks]]  # by id: the text of the question, and the marks of its episode
-UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what an evaluation writes before SCORES, its last file
+UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # the files of an evaluation before SCORES, which is written last
 
 
 def check_output(config: Any, output: Path) -> None:
@@ -37,7 +37,7 @@ def compare_predictions(
 ) -> None:
     """Compares two evaluations of the same questions, or several pairs of them, and prints the comparison.
 
-    Writes comparison.json if a `folder` for it is given.
+    Writes comparison.json if there is a folder for it.
     """
     if len(pairs) == 1:
         a, b = pairs[0]

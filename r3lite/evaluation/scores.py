@@ -35,13 +35,13 @@ class Marks:
     em: float
     f1: float
     recall: float | None
-    well_formed: int  # number of well-formed steps
+    well_formed: int  # of its steps
     steps: int
     searches: int
     hops: int
     judged: bool | None = None
     type: str = ""
-    means: dict[str, float] = field(default_factory=dict)  # the metrics of MEANS that are known
+    means: dict[str, float] = field(default_factory=dict)  # those of MEANS that are known
     failure: str | None = None  # why the retriever failed at a query; then the numbers are no scores
 
     @staticmethod
@@ -73,7 +73,7 @@ class Marks:
 
     @staticmethod
     def from_json(record: Record) -> "Marks":
-        """Returns the marks of a line of predictions.jsonl, also if an earlier version of r3lite wrote the line."""
+        """Returns the marks of a line of predictions.jsonl, also of one that an earlier version of r3lite wrote."""
         return Marks(
             em=record.number("em", low=0, high=1),
             f1=record.number("f1", low=0, high=1),
@@ -182,7 +182,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     """Returns `n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
     Every metric is a mean over the questions for which it is known (None if there are none), except that format
-    adherence is a mean over steps. METRICS are always there, other metrics if they are known for any question.
+    adherence is a mean over steps. METRICS are always there, further ones if they are known of any question.
     FULL_RECALL_EM has its own number of questions, "n", and is None if no episode retrieved every gold paragraph.
     Questions at which the retriever failed are left out, also of `n`.
     """

@@ -13,7 +13,7 @@ Match = tuple[float, Overlap]  # EM, and precision and recall
 
 
 def facts_match(predicted: Set[Hashable], gold: Set[Hashable]) -> Match:
-    """Returns EM (1 if the sets are equal), precision and recall of the facts of one question."""
+    """Returns EM (1 if the sets are equal), and precision and recall; all three for one question."""
     shared = len(predicted & gold)
     precision = shared / len(predicted) if predicted else 0.0
     recall = shared / len(gold) if gold else 0.0

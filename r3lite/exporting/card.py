@@ -33,10 +33,10 @@ class Facts:
     on_hub: bool  # whether `base` is a hub id
     weights: str
     file: str | None  # the GGUF file; None: a folder
-    merged: bool  # whether the export contains the base; if not, it is an adapter alone
-    trained: bool  # whether a run is known to have trained the model or its adapter
+    merged: bool  # whether it has the base, or is an adapter alone
+    trained: bool  # whether a run is known to have trained it, or its adapter
     run: Mapping[str, object]  # the settings of that run, if they are known
-    averaged: int = 0  # number of adapters whose mean the export is; 0: it is no mean
+    averaged: int = 0  # number of adapters of which it is the mean; 0: it is no mean
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
 
@@ -93,8 +93,8 @@ def _run(run: Mapping[str, object], averaged: int) -> str:
     names = [name for name in SETTINGS if not (run.get("no_lora") and name.startswith("lora_"))]
     values = {name: run[name] for name in names if run.get(name) not in (None, "none")}
     data = values.get("data")
-    if isinstance(data, str) and "," not in data:  # a file: the card must not show the folders of this machine
-        values["data"] = PureWindowsPath(data).name  # splits at both / and \\
+    if isinstance(data, str) and "," not in data:  # a file: nobody is to learn the folders of this machine
+        values["data"] = PureWindowsPath(data).name  # which splits at / and \\
     settings = ", ".join(f"{name} {value}" for name, value in values.items())
     if not settings:
         return ""

@@ -1,4 +1,4 @@
-"""Chats of an export: special tokens, chat template and prompts are those of the training."""
+"""Chats of an export: its special tokens and its template are those of the training, and so are its prompts."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
 from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens, template_file
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
-SWITCH = "enable_thinking"  # a variable of some templates
+SWITCH = "enable_thinking"  # of some templates
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"

@@ -20,7 +20,7 @@ def is_trained_export(path: Path) -> bool:
 
 
 def is_export(folder: Path) -> bool:
-    """Returns whether a folder is what an export writes: it has a card, and weights beside the card."""
+    """Returns whether a folder is what an export writes: one with a card, whose weights are beside it."""
     if not (folder / CARD).is_file():
         return False
     return any((folder / name).is_file() for name in WEIGHTS)

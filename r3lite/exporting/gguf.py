@@ -45,7 +45,7 @@ from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
 
 REMEDY = "Use --form folder."
-ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's names -> GGUF's
+ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
@@ -161,7 +161,7 @@ def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
         writer.close()
         path.parent.mkdir(exist_ok=True)
         move(temporary, path)
-    except OSError as error:  # on a full disk, NumPy's error has neither number nor path
+    except OSError as error:  # NumPy's, of a full disk, has neither number nor path
         raise OSError(error.errno or errno.EIO, str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
