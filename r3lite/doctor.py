@@ -45,7 +45,7 @@ def examine(config: DoctorConfig) -> None:
     path = Path(config.common.output or os.path.expanduser(FILE))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     driver = machine.ask_driver(visible or "0")  # before CUDA is used
-    with contextlib.redirect_stderr(io.StringIO()):  # that a card is not used is a check's to say
+    with contextlib.redirect_stderr(io.StringIO()):  # a check, not this warning, tells of an unused card
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     facts = machine.describe(device, driver)

@@ -24,7 +24,7 @@ def evaluate(config: EvaluateConfig) -> None:
     output = output_of(config)
     with sole_writer(output):
         check_output(config, output)
-        from r3lite.assembly import evaluating  # after what is wrong was reported: torch takes seconds to load
+        from r3lite.assembly import evaluating  # imported after the checks: torch takes seconds to load
 
         evaluating.answer_and_score(config, output)
 

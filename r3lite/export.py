@@ -40,14 +40,14 @@ def export(config: ExportConfig) -> None:
         with extra("gguf", "a GGUF file"):  # before the merge
             import gguf  # noqa: F401
     if settings.yes:
-        hub.token()  # before the merge, too
+        hub.token()  # also before the merge: raises an error if there is no token
     scores = {}
     if settings.evaluation:
         scores = read_record(Path(settings.evaluation) / "scores.json", "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         check_output(config)
-        sweep(output)  # of a kill
+        sweep(output)  # removes what a killed export left
         if is_export(output):
             print(f"{output} was already exported, and is not changed")
         else:
@@ -59,7 +59,7 @@ def export(config: ExportConfig) -> None:
 
 
 def check_output(config: ExportConfig) -> None:
-    """Raises an error if no folder is named to write to, or one that holds anything but an export to upload."""
+    """Raises an error if --output is missing or occupied; with --push it may be an export."""
     if config.common.output is None:
         raise UsageError("--output is missing: pass a new folder", code="output-missing")
     output = Path(config.common.output)
@@ -76,7 +76,7 @@ def is_occupied(output: Path) -> bool:
 
 
 def plan(config: ExportConfig) -> str:
-    """Returns nothing, for `--dry-run`, which refuses an output that the export would refuse."""
+    """Checks --output as the export does, for `--dry-run`; returns no text."""
     check_output(config)
     return ""
 

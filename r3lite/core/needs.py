@@ -1,8 +1,9 @@
-"""What a setting needs of other settings. Without it the setting has no effect, and setting it is an error.
+"""What a setting needs of other settings. If the need is not met, the setting has no effect, and a user who sets it
+gets an error.
 
-A section states the needs of its own settings in `needs`. The `needs` of a command's settings name those that the
-command does not use. A setting without needs always has an effect, or another check decides: an algorithm names the
-settings that it reads.
+A section states the needs of its own settings in `needs`. The `needs` of a command's settings state what the command
+asks of settings that it shares with other commands. A setting without needs always has an effect, or another check
+decides whether it has: an algorithm names the settings that it reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from r3lite.core.errors import UsageError
 
 
 class CommandSettings(dict):
-    """Holds all settings of a command by name, also as attributes; None for those that it lacks.
+    """Holds all settings of a command by name, also as attributes; an attribute that the command lacks is None.
 
-    `command` is its name.
+    The entry `command` is the command's name.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -27,14 +28,14 @@ class CommandSettings(dict):
 class Needs:
     """Says what some settings of a section need of other settings of the same section."""
 
-    names: str  # of the settings, with blanks between; empty: all of the section but those in `but`
-    purpose: str  # what they need, as the error says it after "it needs"
-    met: Callable[[Any], object]  # from the section to whether it has that
+    names: str  # of the settings, with blanks between; empty: all settings of the section except those in `but`
+    purpose: str  # what the settings need, as the error says it after "it needs"
+    met: Callable[[Any], object]  # takes the section; returns whether the need is met
     but: str = ""
-    harmful: bool = False  # without it they do something wrong: an error even at the top of a file for all commands
+    harmful: bool = False  # an unmet need does harm: it is an error even at the top of a file for all commands
 
     def concerns(self, name: str) -> bool:
-        """Tells whether a setting is one of them."""
+        """Tells whether a setting is one of those that have this need."""
         if self.names:
             return name in self.names.split()
         return name not in self.but.split()
@@ -55,16 +56,16 @@ class NeedsOthers(Needs):
 
 
 def names_of(*sections: type[Section], but: str = "") -> str:
-    """Returns the names of all settings of sections, but for some, with blanks between."""
+    """Returns the names of all settings of sections, except those in `but`, with blanks between."""
     return " ".join(name for section in sections for name in kinds_of(section) if name not in but.split())
 
 
 def check_used(command: str, config: Any) -> None:
     """Raises UsageError for a setting that the user has set, if it would have no effect beside the other settings.
 
-    Two cases are no error. Keys at the top of a TOML file are for all commands, so that a command may have no use for
-    them, unless they would do harm. And a resumed run has the settings of its folder, which an earlier version may have
-    allowed.
+    Two cases are no error. Keys at the top of a TOML file are for all commands, so a command may ignore those that it
+    has no use for, unless they would do harm. And a resumed run takes the settings in its folder as they are, since an
+    earlier version may have allowed them.
     """
     values = CommandSettings(flat(config), command=command)
     for section in sections(config).values():

@@ -18,7 +18,7 @@ class World(NamedTuple):
 
 
 def world() -> World:
-    """Returns what torchrun has put into the environment; without it, one process."""
+    """Returns what torchrun has put into the environment; without torchrun, the only process of a run."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not {*names, "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return World()
@@ -26,7 +26,7 @@ def world() -> World:
 
 
 def shared_facts(config: Any) -> dict[str, Any]:
-    """Returns what the processes of a run must agree on before they begin: all settings but where files are."""
+    """Returns what the processes of a run must agree on before they begin: all settings but --config and --output."""
     facts = {"the version of r3lite": r3lite.__version__}
     for name, value in flat(config).items():
         if name not in ("config", "output"):
@@ -35,7 +35,7 @@ def shared_facts(config: Any) -> dict[str, Any]:
 
 
 def say_error(message: str) -> None:
-    """Prints an error; of several processes, those beside the first say which they are."""
+    """Prints an error; every process but the first puts its rank before the message."""
     rank = world().rank
     if rank:
         print(printable(f"[rank {rank}] {message.lstrip()}"), file=sys.__stderr__)

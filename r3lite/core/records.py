@@ -64,7 +64,7 @@ def _constant(name: str) -> NoReturn:
 def _number(text: str) -> float:
     """Returns a JSON number with a point or an exponent; raises InvalidRecord if it is too large for a float.
 
-    Python would read 1e999 as infinity, which no JSON file can hold: what is written of it could not be read again.
+    Python would read 1e999 as infinity, which JSON cannot express: a file that is written with it could not be read.
     """
     number = float(text)
     if math.isinf(number):
@@ -109,7 +109,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
         raise InvalidRecord(f"not JSON: {error}", code="not-json") from error
     except ValueError:  # Python's limit on the digits of a whole number
         raise InvalidRecord("a number has too many digits", code="json-digits") from None
-    has_escape = text.find("\\u", start, end) >= 0  # quick, as a slice of a large text is not
+    has_escape = text.find("\\u", start, end) >= 0  # `find` is quick; a slice of a large text is not
     if has_escape and re.search(r"\\u[dD]", text[start:end]):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -129,7 +129,7 @@ def end_of(text: str, start: int) -> int | None:
 
 
 def _depth(value: dict | list) -> int:
-    """Returns how deep lists and objects are nested in each other, 1 for one without others."""
+    """Returns how deep lists and objects are nested: 1 for a list or an object that holds no others."""
     children = value.values() if isinstance(value, dict) else value
     depths = [_depth(child) for child in children if isinstance(child, (dict, list))]
     return 1 + max(depths, default=0)
@@ -185,11 +185,11 @@ class Record:
         return f"; its keys are {', '.join(keys)}"
 
     def first(self, *keys: str) -> str:
-        """Returns the first of several spellings of a key that is there; if none is, the first spelling."""
+        """Returns the first of several spellings of a key that has a value here; the first spelling if none has."""
         return next((key for key in keys if key in self), keys[0])
 
     def _field(self, key: str, default: Any, kind: type, wanted: str) -> Any:
-        """Returns a field of a type, or if it is absent or null the default."""
+        """Returns a field, which must be of type `kind`; if it is absent or null, returns the default."""
         value = self.values.get(key)
         if value is None and default is not REQUIRED:
             return default
@@ -260,7 +260,7 @@ class Record:
         return value
 
     def parsed(self, key: str) -> Any:
-        """Returns a value that may be there as JSON text, as no table has columns of any type."""
+        """Returns a value, decoded if it is JSON text: a column of a table, which has one type, may store it so."""
         value = self.values.get(key)
         if not isinstance(value, str) or not value.strip():
             return value
@@ -281,7 +281,7 @@ class Record:
         return tuple(texts)
 
     def record(self, key: str) -> "Record":
-        """Returns an object in this one; an absent one is empty."""
+        """Returns the object under a key; an empty one if the key is absent or null."""
         values = self.values.get(key)
         if values is None:
             values = {}

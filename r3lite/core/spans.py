@@ -31,7 +31,8 @@ class Span:
 class Spans:
     """Records the spans of one process.
 
-    Those of `MAIN` are opened and closed by one thread, nested; the parent of all others is the innermost open one.
+    One thread opens and closes the spans of `MAIN`, nested in each other. The parent of a span of another track is the
+    innermost open span of `MAIN`.
     """
 
     def __init__(self):
@@ -87,7 +88,7 @@ class Spans:
         self._finished.append(span)
 
     def take(self) -> list[Span]:
-        """Returns the spans that ended since this was last called, in the order of their ends."""
+        """Returns the spans that ended since the last call of `take`, in the order of their ends."""
         finished = self._finished
         self._finished = []
         return finished

@@ -16,10 +16,10 @@ TABLES = (".csv", ".tsv")
 
 
 def csv_rows(text: str) -> list[list[str]]:
-    """Returns the rows of a CSV text, without blank ones; raises csv.Error if it is none.
+    """Returns the rows of a CSV text, without blank ones; raises csv.Error if the text is not CSV.
 
-    Cells stand between commas, or between semicolons or tabs, as spreadsheets write where the comma is in numbers;
-    or between what a line such as `sep=|` above them says, as Excel reads it.
+    Cells stand between commas, or between semicolons or tabs, which spreadsheets write where numbers have a decimal
+    comma. A line such as `sep=|` above the rows names another character, as Excel reads it.
     """
     separator = SEPARATOR.match(text)
     if separator:
@@ -29,7 +29,10 @@ def csv_rows(text: str) -> list[list[str]]:
 
 
 def rows_of_file(text: str, suffix: str, name: str, remedy: str) -> list[list[str]]:
-    """Returns the rows of a file's text by the end of its name, one of TABLES; R3LiteError if it is no table."""
+    """Returns the rows of a file's text; `suffix`, the end of the file's name, is one of TABLES.
+
+    Raises R3LiteError if the text is not a table.
+    """
     with explained(csv.Error, f"{name} is not a table", remedy, code="not-a-table"):
         if suffix == ".tsv":
             return table_rows(text, strict=True, **TSV)
@@ -37,7 +40,7 @@ def rows_of_file(text: str, suffix: str, name: str, remedy: str) -> list[list[st
 
 
 def _fit(text: str, delimiter: str) -> tuple[bool, int]:
-    """Returns True if the first rows have equally many columns, more than one; and how many the header has."""
+    """Returns whether the first rows all have the same number of columns, more than one; and the header's number."""
     try:
         widths = [len(row) for row in table_rows(text, 20, delimiter=delimiter)]
     except csv.Error:
@@ -51,7 +54,7 @@ def _fit(text: str, delimiter: str) -> tuple[bool, int]:
 
 def table_rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
     """Returns the first `count` rows, or all, without blank ones; `dialect` is as for csv.reader."""
-    # The limit is of the process; without another one, cells of more than 131,072 characters would be errors.
+    # Cells longer than the process-wide limit, by default 131,072 characters, are errors: it is raised meanwhile.
     process_limit = csv.field_size_limit(len(text))
     try:
         rows = csv.reader(io.StringIO(text, newline=""), **dialect)

@@ -17,7 +17,8 @@ from r3lite.core.records import parse
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 INPUTS = "# inputs: "
-# By --source, the keys of a record of a question that is rejected, or of which some episodes are.
+# The keys of a record in the file of rejections, by --source. With `self`, every question that is done has a record,
+# whose reasons are those of its rejected episodes.
 REJECTIONS = {
     "gold": {"id", "reason", "source"},
     "teacher": {"id", "reason"},
@@ -104,8 +105,10 @@ def ids(records: list[dict]) -> set[str]:
 
 
 def write_questions(path: Path, rows: list[dict]) -> None:
-    """Writes rows of questions that were made. Raises R3LiteError if the file has anything else in it: the same rows
-    are of a run that was killed before it wrote its trajectories."""
+    """Writes rows of questions that were made. Raises R3LiteError if the file already holds other rows.
+
+    It may hold the same rows: a run that was killed before it wrote its trajectories leaves them.
+    """
     remedy = "Pass another --output, or delete it."
     if _has_content(path) and [record.values for record in read_jsonl(path, remedy)] != rows:
         raise R3LiteError(f"{path} exists and is not empty", remedy, code="output-not-empty")
@@ -125,8 +128,8 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
     """Returns the records of earlier runs into the same file.
 
     Raises R3LiteError for a file that this run may not go on writing. Gold trajectories, also of questions made from
-    documents, are written all at once, so a file with anything in it is not this run's. Other runs go on with their own
-    file only: `<output>.config.toml` has the settings of the first run.
+    documents, are written all at once, so a file that is not empty is of another run. Runs with other sources continue
+    only a file of their own: `<output>.config.toml` has the settings of the latest run into it.
     """
 
     check_earlier(output, source, config)
@@ -188,7 +191,7 @@ def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str])
 
 
 def check_output(output: Path, config: Any) -> None:
-    """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
+    """Refuses, before any question is read, an output that is also an input, is not a file, or cannot be written."""
     remedy = "Pass a new file that ends in .jsonl."
     inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
     inputs += [("--exclude", path) for path in config.data.exclude or ()]

@@ -1,8 +1,8 @@
 """Conversations in the layouts that data sets publish, recognised by their keys, and what is refused in all of them.
 
 A layout names the keys that it reads and those that it may leave unread. Any other key with something in it is refused,
-in a row and in a message: what it says might change what is to be learned. To add a layout: a function that makes
-messages of a row, and a line in LAYOUTS.
+in a row and in a message: what it says might change what is to be learned. To add a layout, write a function that makes
+messages of a row, and add a line to LAYOUTS.
 """
 
 import re
@@ -49,7 +49,7 @@ GLAIVE_INLINE_TURNS = re.compile(rf"(?:(?<!\S)|(?<=\|>)){GLAIVE_HEADING}", re.M)
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages with `role` and `content`; every assistant message is trained on whose `train` is not False.
+    """Chat messages with `role` and `content`; assistant messages are trained on unless their `train` is False.
 
     Messages may have `tool_calls`, `tool_call_id` and `name`, and the chat `tools`, as OpenAI's API has them.
     """
@@ -83,9 +83,9 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Makes messages of a row; names the keys that it reads, or may leave unread, beside its own and SYSTEM.
+    """Makes messages of a row; names the keys that it reads or may leave unread, besides SYSTEM and its own keys.
 
-    `asks` are the keys of the question and the gold answer of a trace, which is asked in RL as it is.
+    `asks` are the keys of the question and the gold answer of a trace: RL asks this question as it is.
     """
 
     messages: Callable[[Record], list[dict]]
@@ -100,7 +100,7 @@ def turn(role: str, content: str) -> dict[str, Any]:
 
 
 def reply(reasoning: str, answer: str) -> dict[str, Any]:
-    """Returns an assistant's turn with a thought, whose tags some data sets keep."""
+    """Returns an assistant's turn with a thought. Some data sets keep the tags of the thought in `reasoning`."""
     reasoning = reasoning.strip().removeprefix(THINK).removesuffix(THOUGHT_END).strip()
     return turn("assistant", f"{THINK}\n{reasoning}\n{THOUGHT_END}\n\n{answer.strip()}")
 
@@ -202,8 +202,11 @@ def from_s1(row: Record) -> list[dict]:
 
 
 def from_openr1(row: Record) -> list[dict]:
-    """Reads `problem` and `generations`, as OpenR1-Math-220k's rows have them: the first that is complete, and right by
-    Math-Verify or the judge, if the row has their verdicts."""
+    """Reads `problem` and `generations`, as OpenR1-Math-220k's rows have them.
+
+    The reply is the first generation that has an answer, is complete, and is right by Math-Verify or by the judge.
+    Without verdicts in the row, every generation counts as complete and right.
+    """
     generations = row.texts("generations")
     verdicts = {key: row.items(key) for key in OPENR1_VERDICTS if key in row}
     for key, flags in verdicts.items():
@@ -219,7 +222,7 @@ def from_openr1(row: Record) -> list[dict]:
 
 
 OPENR1_VERDICTS = ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
-# The keys that a row of a layout has, and how it is read.
+# By the keys that every row of a layout has: how such a row is read.
 LAYOUTS = {
     ("messages",): RowLayout(from_messages, reads=("tools",), ignores=("prompt",)),
     ("conversations",): RowLayout(from_sharegpt, reads=("tools",)),
@@ -313,7 +316,7 @@ def _objects(record: Record, key: str) -> list[Record]:
 
 
 def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
-    """Raises InvalidRecord, which names it, if a record has a key with something in it that is not `allowed`."""
+    """Raises InvalidRecord, which names the key, if a record has something under a key not `allowed`."""
     for key, value in record.values.items():
         if key in allowed or value in (None, [], {}):
             continue
@@ -331,8 +334,8 @@ Keys = tuple[str, ...]  # of a layout: its name, too
 def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
     """Returns the keys of the row's layout; None if it has none.
 
-    Raises InvalidRecord at several layouts, or at one beside a key of `other_keys`. Keys that another layout of the row
-    knows, too, make no layout of their own.
+    Raises InvalidRecord if the row fits several layouts, or one and also has a key of `other_keys`. A layout does not
+    count if another layout that the row fits declares all its keys.
     """
     complete = [keys for keys in LAYOUTS if all(key in row for key in keys)]
     layouts = [keys for keys in complete if not _is_covered(keys, complete)]
@@ -376,7 +379,7 @@ def read_conversation(row: Record, id: str, keys: Keys) -> Conversation:
 
 
 def _with_system(row: Record, messages: list[dict]) -> list[dict]:
-    """Returns the messages after the system message, which is one of them or stands beside them in the row."""
+    """Returns the messages, first the system message, if the row has one: in `messages` or under a key of SYSTEM."""
     systems = []
     if messages and messages[0]["role"] == "system":
         system, *messages = messages
@@ -393,7 +396,7 @@ def _with_system(row: Record, messages: list[dict]) -> list[dict]:
 
 
 def _check_tool(tool: Record) -> None:
-    """Raises InvalidRecord unless a tool has what a chat template calls it by."""
+    """Raises InvalidRecord unless a tool has a name, by which a chat template calls it."""
     tool.choice("type", ("function",), "function")
     function = tool
     if "function" in tool:

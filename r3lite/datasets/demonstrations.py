@@ -1,5 +1,5 @@
-"""Gold trajectories of a set of questions, without a teacher: by sub-questions (gold.py), or by evidence, which write
-down what a retriever found:
+"""Gold trajectories of a set of questions, without a teacher: by sub-questions (gold.py), or by evidence. Trajectories
+by evidence write down what a retriever found:
 
     step 1      analysis names what the question names                       query: the question itself
     step k      analysis the facts that are newly found                      query: the name that is missing
@@ -7,8 +7,8 @@ down what a retriever found:
 
 A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
 {supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
-inserted. What a comparison's facts come to is the end of its last analysis (gold.py). A query uses only what was
-found before it; of those that could be asked, the first that finds something new is. A question that cannot be answered
+inserted. The last analysis of a comparison ends with what its facts come to (gold.py). A query uses only what was found
+before it; of several possible queries, the first that finds something new is asked. A question that cannot be answered
 in this way is rejected, with the reason.
 """
 
@@ -30,7 +30,7 @@ from r3lite.protocols.base import Protocol, one_line, same_query
 from r3lite.settings import CollectConfig, LengthSettings
 
 MISSED = "a query that does not find its gold paragraph"
-CHARACTERS = 4  # of English text that are a token, about: the limit of a document's length is in tokens
+CHARACTERS = 4  # characters of English text per token, about: the limit of a document's length is in tokens
 QUOTED = 600  # most characters that a step quotes: a step must fit into a turn of the model
 RETRIEVER_FAILED = "the retriever failed"
 
@@ -38,8 +38,10 @@ RETRIEVER_FAILED = "the retriever failed"
 def write_gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition whose hops the retriever finds, and before that the
-    ids of the other questions to `<output>.rejected.jsonl`."""
+    """Writes a trajectory for every question with a decomposition whose hops the retriever finds.
+
+    Before that, writes the other questions' ids and the reasons to `<output>.rejected.jsonl`.
+    """
     tally = Tally(len(questions))
     uses_evidence = config.collect.demonstrations == "evidence" and protocol.can_search and not protocol.plans
     usable = []
@@ -78,7 +80,7 @@ def by_evidence(
     lengths: LengthSettings,
     tally: Tally,
 ) -> list[Trajectory]:
-    """Returns trajectories that write down the evidence that their queries find; counts them, and the rejections."""
+    """Returns trajectories that write down the evidence found by their queries; counts them and the rejected ones."""
     trajectories = []
     for demonstration in demonstrate(questions, retrieve, lengths):
         question = demonstration.question
@@ -96,8 +98,10 @@ def by_sub_questions(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
 ) -> list[Trajectory]:
     """Returns trajectories whose queries are the sub-questions of the decompositions; for a protocol without search
-    nothing is retrieved. A question of which a gold paragraph is not found is rejected, unless --insert-gold puts it
-    there."""
+    nothing is retrieved.
+
+    A question is rejected if one of its gold paragraphs is not found, unless --insert-gold inserts the paragraph.
+    """
     documents_of: list[list[list[Document]]] = [[] for _ in questions]  # by question and hop
     retrieved_gold = [0] * len(questions)
     rejected: dict[int, str] = {}  # why, by the question's number
@@ -154,7 +158,7 @@ def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: Leng
     """Returns a demonstration of each question: one batch for the first queries of all, then one for the second
     ones, ...
 
-    What stands further back in a document than about --max-document-tokens counts as not there.
+    Only about the first --max-document-tokens of a document count as read.
     """
     document_length = CHARACTERS * lengths.max_document_tokens
     demonstrations = [Demonstration(question, lengths.max_hops, document_length) for question in questions]
@@ -221,7 +225,7 @@ class Demonstration:
             self.rejected = "an answer that stands in no retrieved document"
 
     def _replace_query(self) -> None:
-        """Puts another query in the place of the last step's, which found nothing new."""
+        """Replaces the query of the last step, which found nothing new, by the next untried one."""
         if self._untried:
             query = self._untried.pop(0)
             self.steps[-1] = Step.asking(self.steps[-1].analysis, query)
@@ -233,7 +237,7 @@ class Demonstration:
         return [hop for hop in range(len(self.question.hops)) if hop not in self._covered]
 
     def _texts_of(self, paragraph: Document) -> list[str]:
-        """Returns the texts of a gold paragraph, or of parts of it, that were retrieved so far."""
+        """Returns the texts of the documents retrieved so far that show a gold paragraph, or a part of it."""
         index = self.question.gold_index(paragraph)
         texts = []
         for step in self.steps:
@@ -262,7 +266,7 @@ class Demonstration:
         return one_line(f"{name_of(hop.document.title)}: {' '.join(hop.evidence)}")
 
     def _sub_question(self, number: int) -> str | None:
-        """Returns the sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
+        """Returns a hop's query if it is a sub-question; None if it is a name to look up or the question itself."""
         query = self._queries[number]
         if query.endswith("?") and not same_query(query, self.question.text):
             return query
@@ -287,10 +291,11 @@ class Demonstration:
             self.steps.append(Step.asking(analysis, first))
 
     def _candidates(self, number: int, context: str) -> list[str]:
-        """Returns the queries that look up a hop: the name of its paragraph, if the `context` has it (retrievers find
-        it oftener by that), then its sub-question with the answers of earlier hops.
+        """Returns the queries that look up a hop: the name of its paragraph, if the `context` has that name, then its
+        sub-question, if the context states the answers that the sub-question uses.
 
-        The context is the question and all that was written down.
+        The name comes first because retrievers find the paragraph more often by it. The context is the question and
+        all that was written down.
         """
         hops = self.question.hops
         candidates = []
@@ -319,7 +324,7 @@ class Demonstration:
 
 
 def _opening(question: Question) -> str:
-    """Returns a sentence that tells the names in the question that are titles of its gold paragraphs."""
+    """Returns a sentence with those titles of the gold paragraphs that the question names."""
     names = dict.fromkeys(name_of(paragraph.title) for paragraph in question.gold)
     in_question = [name for name in names if stands_in(name, question.text)]
     if not in_question:

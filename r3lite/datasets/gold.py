@@ -1,7 +1,7 @@
 """Demonstrations that follow a gold decomposition, without a teacher: their queries, analyses and answers.
 
-They are those of protocols that plan or do not search, and of `--demonstrations sub-questions`. Texts for n hops with
-questions q_k and answers a_k:
+Protocols that plan or do not search have these demonstrations, others with `--demonstrations sub-questions`. The texts
+for n hops with questions q_k and answers a_k are:
 
     step 1      analysis "I need to find out: {q_1}"                            query "{q_1}"
     step k      analysis "{q_k-1} {a_k-1}. Next I need to find out: {q_k}"      query "{q_k}"
@@ -10,9 +10,9 @@ questions q_k and answers a_k:
 A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
 
 For a protocol that plans, step 1 is the plan, whose nodes are the hops and whose edges lead from a hop to those that
-use its answer; each further step has the answers of a level of nodes, the last one the final answer as well.
+use its answer; each further step has the answers of a level of nodes, and the last step also has the final answer.
 
-For a protocol without search they are one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
+For a protocol without search there is one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 
 For demonstrations.py, `compared` tells by rule what a comparison comes to: a small model that has both dates right may
 still name the wrong film.
@@ -42,7 +42,7 @@ DATE = re.compile(
 def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | None:
     """Returns why a question cannot be demonstrated; None if it can.
 
-    Without `searches` it needs no paragraphs.
+    Without `searches`, the hops need no gold paragraphs.
     """
     if not question.hops:
         return "no decomposition"
@@ -78,7 +78,8 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
 def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
-    `#1`, and the answer of an earlier hop that is named outright, become `{A}`, unless the question itself names it.
+    In later sub-questions `{A}` replaces `#1`, and also the answer of hop 1 where it is named outright, unless the
+    whole question names this answer, too.
     """
     nodes = []
     edges = []
@@ -140,10 +141,10 @@ def with_gold(
     top_k: int,
     seed: str,
 ) -> tuple[list[Document], bool]:
-    """Returns the documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
+    """Returns the documents of a hop with its gold paragraph among them, and whether the retriever found the paragraph.
 
-    A missing paragraph replaces the last of `top_k` documents and is put at a random place: a model would learn a fixed
-    one.
+    A missing paragraph replaces the last of `top_k` documents. It is put at a random place, because a model would learn
+    a fixed place.
     """
     gold = question.hops[hop].document
     gold_index = question.gold_index(gold)
@@ -155,9 +156,9 @@ def with_gold(
 
 
 def hasty(question: Question) -> Question:
-    """Returns the question without its last hop, with the answer of the hop before as its answer.
+    """Returns the question without its last hop; its answer is the answer of the hop before.
 
-    A demonstration of it is well-formed, but the answer is wrong.
+    A demonstration of the returned question is well-formed, but gives a wrong answer.
     """
     answer = question.hops[-2].answer
     return replace(question, hops=question.hops[:-1], answers=(answer,))
@@ -173,8 +174,10 @@ def demonstration(question: Question, documents: Sequence[Sequence[Document]], p
 
 
 def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> tuple[Step, ...]:
-    """Returns the steps; in a protocol that verifies, with a verification in the last: it cites, as [n], the documents
-    that show the facts."""
+    """Returns the steps; in a protocol that verifies, the last one has a verification.
+
+    The verification cites, as [n], the documents that show the facts; n counts the documents of a step.
+    """
     if not protocol.verifies:
         return tuple(steps)
     sources: dict[int, str] = {}  # the first document of each gold paragraph
@@ -201,7 +204,7 @@ def with_searches(
 ) -> tuple[Step, ...]:
     """Returns the steps of a demonstration that searches; `documents[k]` are those of hop k.
 
-    A step looks up at most `most_queries` hops, which do not wait for one another.
+    A step looks up at most `most_queries` hops, none of which uses the answer of another hop of the step.
     """
     sub_questions = queries(question)
     hops_of_step: list[list[int]] = [[]]
@@ -241,9 +244,9 @@ def _sentence(text: str) -> str:
 def compared(question: Question) -> str | None:
     """Returns the sentence that compares the two facts of a comparison.
 
-    If the question asks whether they are the same: `India and Italian are not the same.` If the earlier of two dates
-    decides: `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` It is None
-    for a comparison of another kind.
+    If the question asks whether they are the same: `India and Italian are not the same.` If they are two dates, one of
+    which is earlier: `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).`
+    Returns None for a comparison of another kind.
     """
     all_hops = range(len(question.hops))
     used_hops = {earlier for hop in all_hops for earlier in used(question, hop)}
@@ -262,7 +265,7 @@ def compared(question: Question) -> str | None:
     for name, fact in zip(names, facts, strict=True):
         dated_facts.append(_DatedFact(date(fact) or (), f"{name} ({fact})"))
     earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
-    # Undecided if one date is less exact than the other and otherwise the same, or if they are the same.
+    # The order is not decided if the dates are the same, or are the same as far as the less exact one goes.
     is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
     if is_decided and sum(normalize(name) == answer for name in names) == 1:
         return f"{earlier.text} is before {later.text}."

@@ -1,4 +1,5 @@
-"""Sub-questions: MuSiQue's made readable; those that HotpotQA and 2WikiMultiHopQA lack made by rule, without a teacher.
+"""Sub-questions of the data sets, without a teacher: MuSiQue's are made readable; HotpotQA and 2WikiMultiHopQA have
+none, so these are made by rule.
 
 A sub-question may use only what is known by then: the question, and the answers of earlier hops. Nothing else from
 the gold paragraphs may leak into it, or a model would learn to ask for what it cannot know.
@@ -17,7 +18,7 @@ PERSONS = re.compile(
     "chief executive officer|doctoral advisor|winner|head coach",
     re.IGNORECASE,
 )
-# Wikidata relations that are not nouns; `of what` follows from the others by `relation_question`.
+# Questions for the Wikidata relations that need a wording of their own; `relation_question` words all others by rule.
 PHRASES = {
     "located in the administrative territorial entity": "In which administrative territorial entity is {x} located?",
     "contains administrative territorial entity": "Which administrative territorial entity does {x} contain?",
@@ -132,15 +133,15 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
     """Returns the hops of a question of HotpotQA, from the one or two paragraphs of the supporting facts; nothing if
     there are more.
 
-    `supporting` maps a gold title to its supporting sentences. Of one paragraph that has the answer there is one hop,
-    which looks up its name if the question has it, else the question itself. Of two, by the question's `type`, there
-    are:
+    `supporting` maps a gold title to its supporting sentences. One paragraph gives one hop, if it has the answer. The
+    hop looks up the paragraph's name if the question has that name, else the question itself. Two paragraphs give, by
+    the question's `type`:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
     - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The first hop looks
-      up the name of its paragraph if the question has it, else the question itself; its answer is the bridge entity,
-      that is the title of one paragraph that the other one mentions, which the second hop looks up.
+      up the name of its paragraph if the question has that name, else the question itself. Its answer is the bridge
+      entity: the title of one paragraph that the other paragraph mentions. The second hop looks up this entity.
     """
     if len(question.gold) == 1:
         return _only_hop(question, supporting)
@@ -172,7 +173,7 @@ def _lead(question: Question, paragraph: Document) -> str:
 
 
 def _only_hop(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """Returns the hop of a question with one gold paragraph; nothing if its answer is not there."""
+    """Returns the hop of a question with one gold paragraph; nothing if the paragraph does not have the answer."""
     (paragraph,) = question.gold
     answer = question.answers[0]
     if not _mentions(paragraph.text, answer):
@@ -207,8 +208,8 @@ def _comparison(question: Question, supporting: dict[str, list[str]]) -> tuple[H
 
 
 def from_paragraph(question: str, answer: str, document: Document | None) -> Hop:
-    """Returns a hop of MuSiQue, whose evidence is the sentence of its paragraph that has the answer; of several, the
-    one that has most of the question's words."""
+    """Returns a hop of MuSiQue. Its evidence is the sentence of its paragraph that has the answer; of several such
+    sentences, the one that shares most words with the sub-question."""
     sentences = []
     if document:
         sentences = SENTENCE.split(" ".join(document.text.split()))
@@ -244,8 +245,8 @@ def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Docume
 
 
 def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
-    """Returns the entity that the first hop finds: a title that the other paragraph mentions, preferably not the
-    question."""
+    """Returns the entity that the first hop finds: the title of one paragraph that the other paragraph mentions,
+    preferably a title that the question does not name."""
     first_name = name_of(first.title)
     second_name = name_of(second.title)
     new_names = [name for name in (second_name, first_name) if _overlap(name, question.text) < 1]
@@ -265,7 +266,7 @@ def _bridge(question: Question, first: Document, second: Document, sentences: di
 
 
 def _brief(sentences: list[str]) -> tuple[str, ...]:
-    """Returns the first sentences, as many as fit into FACTS characters; at least one."""
+    """Returns the first sentences that together fit into FACTS characters; at least the first one, if there is any."""
     brief = sentences[:1]
     for sentence in sentences[1:]:
         if len(" ".join([*brief, sentence])) > FACTS:
@@ -281,7 +282,7 @@ def name_of(title: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns text whose `#1` is not a reference to an earlier answer (`a #1 hit`), written `No. 1`."""
+    """Returns text with `#1` written as `No. 1`, so that it is not taken for a reference to an earlier answer."""
     return re.sub(r"#(?=\d)", "No. ", text)
 
 

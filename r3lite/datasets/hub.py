@@ -1,7 +1,7 @@
 """The files that `--data` names: paths as they are, data sets known by name and hub strings by download.
 
-Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are used. What
-was downloaded has the checksum that the hub says, or is refused.
+Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are used. A
+downloaded file is refused if it does not have the checksum that the hub states for it.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ TIMEOUT = 10.0  # seconds for the hub's answer to a listing
 CONVERTED = "refs/convert/parquet"
 
 
-# By their short names (DATA_SETS of settings/data.py): repository, subset and what it calls its validation split; all
-# call the other one train.
+# By short name (DATA_SETS of settings/data.py): the repository, the subset and the name of its validation split. The
+# other split is called train in all of them.
 NAMED = {
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
     "2wiki": ("xanhho/2WikiMultihopQA", "", "dev"),
@@ -80,7 +80,7 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
 def _download(name: str, subset: str, split: str) -> list[Path]:
     from huggingface_hub import HfApi, errors, hf_hub_download
 
-    # The errors of the HTTP client, which is another one in other versions of the hub library.
+    # The base class of the HTTP client's errors. Which client the hub library uses depends on the library's version.
     client_error = errors.HfHubHTTPError.__bases__[0]
     options = {"timeout": TIMEOUT, "files_metadata": True}
     try:
@@ -98,7 +98,7 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
                 name,
                 file_name,
                 repo_type="dataset",
-                revision=info.sha,  # whose files were listed, though another may arrive between two downloads
+                revision=info.sha,  # the revision whose files were listed: a newer one may arrive between two downloads
                 etag_timeout=TIMEOUT,
             )
             paths.append(_checked(Path(path), checksums[file_name]))
@@ -117,7 +117,7 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
 
 
 def _data_files(siblings: list | None) -> dict[str, str | None]:
-    """Returns path and SHA-256 of each listed file that can be read; small files in git itself have none."""
+    """Returns path and SHA-256 of each listed file that can be read; None for small files, which git itself holds."""
     checksums = {}
     for sibling in sorted(siblings or [], key=lambda file: file.rfilename):
         if not sibling.rfilename.endswith(KINDS):

@@ -119,7 +119,7 @@ class QuestionOrder:
         return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
 
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
-        """Returns the questions and seeds of round 1, 2, ..., with `size` different draws."""
+        """Returns the questions and seeds of round 1, 2, ...: of `size` draws, each question `generations` times."""
         start = (number - 1) * size
         stop = number * size
         questions = []
@@ -139,8 +139,8 @@ class QuestionOrder:
     ) -> tuple[list[Question], list[str]]:
         """Returns the questions and seeds of attempt 1, 2, ... to replace groups of a round.
 
-        They are questions whose ids are not in `used`, if there are enough, and depend on the seed, the round and the
-        attempt only.
+        Questions whose ids are not in `used` come first. The result depends only on the seed, the round, the attempt
+        and `used`.
         """
         stream = f"{self.seed}/refill {number}/{attempt}"
         shuffled = self._draws.shuffled(stream)
@@ -158,8 +158,8 @@ def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, 
     """Returns rows to train on and rows held out, both by source.
 
     At most `fraction` of all rows are held out, and at most `limit`. Rows of one question stay together whatever their
-    source (see `ids_by_question`), since the answer of a held-out question must not be known. At least one question is
-    trained on.
+    source (see `ids_by_question`), so that the answer of a held-out question is never trained on. At least one question
+    is trained on.
     """
     counts = Counter(row.id for of_source in rows.values() for row in of_source)
     ids = sorted(counts)

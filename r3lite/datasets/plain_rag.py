@@ -16,10 +16,11 @@ from r3lite.protocols.transcript import Transcript
 
 
 def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: Layout, output: Path) -> Tally:
-    """Writes a conversation for every question at which the retriever did not fail; the reply is its first answer.
+    """Writes a conversation for every question at which the retriever did not fail; the reply is the question's first
+    answer.
 
-    `layout` is that of the baseline. Raises R3LiteError, as the evaluation does, for a question for which there is no
-    room within its limits.
+    `layout` is that of the baseline. Raises R3LiteError, as the evaluation does, for a question that does not fit into
+    the limits of the layout.
     """
     tally = Tally(len(questions))
     transcripts = [Transcript(question) for question in questions]

@@ -36,7 +36,7 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
 def read_with_rows(
     data: str | Path, make: Callable[[Question, Record], Item], limit: int | None, skip_bad_rows: bool
 ) -> list[Item]:
-    """Returns `make(question, row)` of each question that `read_questions` reads and its row."""
+    """Returns `make(question, row)` for each question that `read_questions` would return and the row it is from."""
     unanswerable = 0
     ids: dict[str, str] = {}
 
@@ -109,7 +109,7 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
 
 
 def _plain(row: Record, id: str) -> Question:
-    """Returns a question and its answers, and perhaps a `task`, by which the reward `combined` chooses."""
+    """Returns a question and its answers. Its `type` is the row's `task`, by which the reward `combined` chooses."""
     return Question(
         id,
         text=_text(row, "question"),
@@ -119,8 +119,10 @@ def _plain(row: Record, id: str) -> Question:
 
 
 def _musique(row: Record, id: str) -> Question:
-    """Returns a question of MuSiQue: the decomposition names the supporting paragraphs; one title has many
-    paragraphs."""
+    """Returns a question of MuSiQue.
+
+    Gold are the paragraphs that the decomposition names. They are told apart by text, as many share a title.
+    """
     documents: dict[int, Document] = {}
     supporting = []
     for paragraph in row.records("paragraphs"):
@@ -167,8 +169,10 @@ def _spoken(row: Record, key: str) -> str:
 
 
 def _hotpot(row: Record, id: str) -> Question:
-    """Returns a question of HotpotQA or 2WikiMultiHopQA, official or columnar: gold are the paragraphs that supporting
-    facts name."""
+    """Returns a question of HotpotQA or 2WikiMultiHopQA, from an official row or a columnar one.
+
+    Gold are the paragraphs that the supporting facts name.
+    """
     context = _context(row)
     supporting: dict[str, list[int]] = {}  # numbers of sentences, by the titles of their paragraphs
     for title, number in _pairs(row, "supporting_facts", columns=("title", "sent_id")):
@@ -223,7 +227,7 @@ def _separator(context: list[list]) -> str:
 
 
 def _supporting_sentences(sentences: list[str], numbers: list[int]) -> list[str]:
-    """Returns the sentences of a paragraph that supporting facts name; the first if it has none of them.
+    """Returns the sentences of a paragraph that supporting facts name; its first sentence if it has none of those.
 
     Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
     """

@@ -38,12 +38,11 @@ def converted_rows(
     needed: str = "",
     remedy: str = "",
 ) -> list[Item]:
-    """Returns the first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a
-    row out.
+    """Returns what `convert(row, default id)` makes of the rows of a path or hub string, up to `limit` items.
 
-    If `convert` raises InvalidRecord, that names file, line (or row) and reason; with `skip_bad_rows` such rows are
-    left out and their number is printed. Raises R3LiteError with the `remedy` if a file is empty or, where `needed`
-    says what a row is, no row is left.
+    A row for which `convert` returns None is left out. A bad row raises InvalidRecord with file, line (or row) and
+    reason; with `skip_bad_rows` bad rows are left out and their number is printed. Raises R3LiteError with the `remedy`
+    if there is no row, or if `needed`, which says what a row is, is given and no row is left.
     """
     converted: list[Item] = []
     bad: list[InvalidRecord] = []
@@ -79,7 +78,7 @@ def converted_rows(
 
 
 def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """Yields the rows of a file, each with its place (`line 3`, `row 7`); a bad one goes to `on_bad`.
+    """Yields the rows of a file, each with its place (`line 3`, `row 7`); the error of a bad row goes to `on_bad`.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
@@ -103,7 +102,7 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
 
 def _table_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """Yields the rows of a CSV or TSV file, whose first line names the keys, in any case. Empty cells are left out."""
+    """Yields the rows of a CSV or TSV file, without empty cells. Its first line names the keys, in any letter case."""
     rows = rows_of_file(read_text(path, TABLE), path.suffix.lower(), str(path), TABLE)
     names = [name.strip().lower() for name in rows[0]] if rows else []
     for name in names:
@@ -180,7 +179,7 @@ def _after_space(text: str, place: int) -> int:
 def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """Yields the rows of a parquet file.
 
-    Version 5 of the package `datasets` keeps values of several types, as in HotpotQA's supporting facts, as JSON texts
+    Version 5 of the package `datasets` stores values of mixed types, as in HotpotQA's supporting facts, as JSON texts,
     in columns or lists of the type arrow.json.
     """
     with extra("hub", f"the parquet file {path}"):
@@ -204,7 +203,7 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
 
 
 def _is_json(field: "pyarrow.Field") -> bool:
-    """Returns whether values are JSON texts, also to a pyarrow that does not know the type."""
+    """Returns whether the values of a field are JSON texts, also if this pyarrow does not know the type arrow.json."""
     type_name = getattr(field.type, "extension_name", None)
     name_in_metadata = (field.metadata or {}).get(b"ARROW:extension:name")
     return type_name == "arrow.json" or name_in_metadata == b"arrow.json"

@@ -1,7 +1,8 @@
-"""Trajectories of a model's own: right episodes, in well-formed steps, whose answer rests on what they retrieved.
+"""Trajectories that the model itself has sampled: right episodes, in well-formed steps, whose answer rests on what they
+retrieved.
 
-Rejection sampling, as in STaR (arXiv 2203.14465) and RFT (arXiv 2308.01825). Is handed a function that samples, and
-knows no model.
+This is rejection sampling, as in STaR (arXiv 2203.14465) and RFT (arXiv 2308.01825). The module is handed a function
+that samples, and knows no model.
 """
 
 from collections import Counter
@@ -23,28 +24,28 @@ from r3lite.protocols.base import ANSWER_WAS_FORCED, COPIED_EXAMPLE, NO_ROOM, Pr
 from r3lite.settings import CollectConfig, CollectSettings
 
 BLOCK = 32  # questions that are sampled together, and written together
-# From questions, which may repeat, and the seed of each one's random stream to their episodes.
+# Takes questions, which may repeat, and a seed for the random stream of each; returns their episodes in this order.
 Sample = Callable[[list[Question], list[str]], list[Episode]]
 Selection = tuple[list[Episode], Counter[str]]  # the episodes that are kept, and how many are rejected, by the reason
 
 
 @dataclass
 class Harvest:
-    """The trajectories of a model's own in a file, and how many episodes were rejected of each question that is done.
+    """The model's own trajectories in a file, and for each question that is done, how many episodes were rejected.
 
-    A question is done once it stands in `<output>.rejected.jsonl`. Its trajectories are written before: those of a
-    question that does not stand there are left of a run that was killed.
+    A question is done once it has a record in `<output>.rejected.jsonl`, which is written after its trajectories:
+    trajectories of a question without such a record were left by a run that was killed.
     """
 
     output: Path
     questions: dict[str, Question]  # by id
     accepted: list[Trajectory]
     rejected: dict[str, Counter[str]]  # by the question's id: reason -> episodes
-    failed: list[str] = field(default_factory=list)  # why the retriever failed, of each question that it failed at
+    failed: list[str] = field(default_factory=list)  # for each question at which the retriever failed, why
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """Returns what earlier runs have kept; the question that one was killed at is removed from the file."""
+        """Returns what earlier runs have kept; removes trajectories of questions that are not done from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
         done = [record for record in earlier.accepted if str(record["id"]) in rejected]
         if len(done) < len(earlier.accepted):
@@ -62,9 +63,9 @@ class Harvest:
         return [question for id, question in self.questions.items() if id not in self.rejected]
 
     def gather(self, sample: Sample, config: CollectConfig, protocol: Protocol) -> None:
-        """Samples of the questions that wait, a block at a time, and adds the episodes that are kept to the file.
+        """Samples episodes of the waiting questions, a block at a time, and adds the selected episodes to the file.
 
-        Those at which the retriever fails go on waiting.
+        Questions at which the retriever fails go on waiting.
         """
         waiting = self.waiting
         total = len(self.questions)
@@ -93,7 +94,10 @@ class Harvest:
                 bar.set_postfix({"kept": len(self.accepted), "yield": success})
 
     def _add(self, selections: dict[str, Selection]) -> None:
-        """Adds the selected episodes of questions, by their ids, to the file, and then what was rejected of them."""
+        """Adds the selected episodes to the file, and then the counts of rejected episodes to the file of rejections.
+
+        `selections` are by the questions' ids.
+        """
         trajectories = []
         reasons = {}
         records = []
@@ -145,7 +149,7 @@ def _sample_groups(block: list[Question], sample: Sample, config: CollectConfig)
 
 
 def _failures(groups: dict[str, list[Episode]]) -> dict[str, str]:
-    """Returns why the retriever failed, by the ids of the questions at which it did."""
+    """Returns why the retriever failed, by the ids of the questions at which it failed."""
     failures = {}
     for id, group in groups.items():
         for episode in group:
@@ -155,12 +159,12 @@ def _failures(groups: dict[str, list[Episode]]) -> dict[str, str]:
 
 
 def select(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool) -> Selection:
-    """Returns at most --keep of one question's episodes, those in which the model wrote least first, and how many of
-    the others are rejected for which reason.
+    """Returns at most --keep of one question's episodes, and counts of the others by the reason of their rejection.
 
-    Two that ask the same queries in the same order are alike, and the shorter one stays.
+    Episodes in which the model wrote fewer tokens are preferred. Of episodes that ask the same queries in the same
+    order (without queries: that write the same analyses), only the shortest is kept.
     """
-    selected: dict[tuple, Episode] = {}  # by the words of their queries
+    selected: dict[tuple, Episode] = {}  # by the words of their queries, else of their analyses
     reasons: Counter[str] = Counter()
     for episode in sorted(episodes, key=lambda episode: episode.tokens_written):
         texts = episode.queries or [step.analysis for step in episode.steps]
@@ -178,9 +182,9 @@ def select(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSet
 
 
 def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) -> str | None:
-    """Returns why an episode is not to be learned from; None if it is.
+    """Returns why an episode is not to be learned from; None if it may be.
 
-    With `retrieves` there is a retriever, whose documents count.
+    With `retrieves` there is a retriever, and the answer must rest on its documents.
     """
     faults = [name for step in episode.steps for name in step.faults]
     if ANSWER_WAS_FORCED in faults or NO_ROOM in faults:
@@ -204,8 +208,9 @@ def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) 
 def ungrounded(episode: Episode) -> str | None:
     """Returns why an answer does not rest on the documents that were retrieved; None if it does.
 
-    It must stand in one of them, unless it is yes or no. Those, and answers that the question names, such as one of two
-    films, are often right by chance: for them every gold paragraph must have been retrieved, if any is known.
+    The answer must stand in one of the documents, unless it is in VERDICTS, such as yes or no. Verdicts, and answers
+    that the question names, such as one of two films, are often right by chance: for such an answer every gold
+    paragraph must have been retrieved, if any is known.
     """
     answer = episode.prediction
     if not episode.documents:

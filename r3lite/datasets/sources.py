@@ -45,7 +45,7 @@ CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 
 
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
-    """Returns the sources; none if there is --data alone. Raises UsageError for both."""
+    """Returns the entries of [[sources]], which may be none. Raises UsageError if --data is given, too."""
     if data.data and mixture.sources:
         raise UsageError(
             "--data and [[sources]] are both given: pass one (--sources none unsets those of a file)",
@@ -55,14 +55,14 @@ def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry
 
 
 def has_steps(entry: SourceEntry) -> bool:
-    """Returns whether a source is of questions that are answered in steps, by its type."""
+    """Returns whether the questions of a source are answered in steps, as they are for type qa, the default."""
     return entry.get("type", "qa") == "qa"
 
 
 def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[str, Protocol]:
-    """Returns the protocol of each source by its name; under the empty name that of --format.
+    """Returns the protocol of each source by the source's name, and the protocol of --format under the empty name.
 
-    The prompt files of the settings belong to --format: a source of another one has those that are shipped.
+    The prompt files of the settings belong to --format: a source of another format has the shipped prompt files.
     """
     of_format = build_protocol(settings)
     protocols: dict[str, Protocol] = {"": of_format}
@@ -81,7 +81,7 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
 
 
 def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed: str) -> Mixture | None:
-    """Returns how rows or questions are drawn, which are in the order of their sources; None without sources."""
+    """Returns how `items`, which must be in the order of their sources, are drawn; None without sources."""
     if not mixture.sources:
         return None
     counts = Counter(item.source for item in items)
@@ -99,8 +99,8 @@ def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping
 
 
 def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
-    """Returns the protocols, with their prompt files read, rows to train on and rows held out: each by the names of
-    sources."""
+    """Returns the protocols, with their prompt files read, the rows to train on and the held-out rows: all three by the
+    name of the source."""
     protocols = protocols_of(config.protocol, config.mixture)
     rows = read_rows_of(config.data, config.mixture, protocols)
     to_train, to_validate = hold_out(
@@ -130,13 +130,13 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Ex
 
 
 def _has_thought(conversation: Conversation) -> bool:
-    """Returns whether a reply has a thought that ends."""
+    """Returns whether a reply of the assistant has a thought that is ended."""
     replies = (message["content"] for message in conversation.messages if message["role"] == "assistant")
     return any("</think>" in reply for reply in replies)
 
 
 def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
-    """Returns the rows of all sources in tokens, source after source; prints how many of each are left out."""
+    """Returns the rows of all sources in tokens, source after source; prints how many of each source are left out."""
     for name, of_source in rows.items():
         if not of_source:
             cause = f"the source {name} has no rows left to train on: all are held out for validation"
@@ -155,7 +155,7 @@ def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
 
 
 def encode_fitting(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
-    """Returns the rows of `encode_rows_of`, silently, and none if none fits."""
+    """Returns the same rows as `encode_rows_of`, but prints nothing, and returns no rows if none fits."""
     encoded = []
     for name, of_source in rows.items():
         for example in of_source:
@@ -193,11 +193,12 @@ def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
 
 
 def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
-    """Returns the question of a row of type chat, coding, function_calling or r1, in its own lines; raises
+    """Returns the question of a row of type chat, coding, function_calling or r1, with its line breaks; raises
     InvalidRecord.
 
-    A conversation asks for its last reply, or for the first that calls a function, after the messages before it. Of a
-    reply of type r1 the text after the thought is the gold answer. A row of `question` and `answer` is asked as it is.
+    The question of a conversation is the user message before its last reply, or, for function_calling, before the first
+    reply that calls a function; earlier messages come before it. The reply is the gold answer; for r1, only the text
+    after the thought is. A row of `question` and `answer` is asked as it is.
     """
     id = row.identifier("id", default_id)
     keys = layout_of(row)
@@ -230,7 +231,7 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
 
 
 def _up_to_reply(row: Record, messages: Sequence[dict], kind: str) -> Sequence[dict]:
-    """Returns the messages up to the reply to learn: the last, or the first that calls a function."""
+    """Returns the messages up to the reply to learn: the last, or for function_calling the first with a call."""
     numbers = [i for i, message in enumerate(messages) if is_trained(message)]
     if kind != "function_calling":
         return messages[: numbers[-1] + 1]

@@ -1,5 +1,5 @@
-"""Questions to train on, to choose by and to test on, so that none is in two of the parts: drawn from a data set, or
-kept out of what is trained on."""
+"""Questions to train on, to choose by and to test on: no question is in two of these parts. `draw` draws the parts from
+a data set; `without` leaves out the questions that stand in other files."""
 
 import random
 import sys
@@ -16,9 +16,9 @@ from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettin
 
 
 def held_out(data: str, setting: str | None) -> str | None:
-    """Returns the data set of which development and test questions are drawn, which is the setting if there is one.
+    """Returns the data set from which development and test questions are drawn: that of the setting, if there is one.
 
-    None: they are drawn of the same questions as those to train on.
+    Returns None if they are drawn from the same questions as those to train on.
     """
     name = data.partition(",")[0].strip()
     if setting is None and name in NAMED and not Path(data).is_file():
@@ -36,8 +36,8 @@ def draw(
 ) -> dict[str, list[dict]]:
     """Returns the rows of each part, in the order of their source; questions that are held out are not trained on.
 
-    Development and test questions are drawn of the data set `held_out`, if there is one. All questions are in memory
-    at once, as their files are.
+    Development and test questions are drawn from the data set `held_out`, if there is one. All questions are in memory
+    at once.
     """
     stream = random.Random(seed)
     rows = rows_of(data.data, data)
@@ -96,7 +96,7 @@ def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
 
     def keyed(question: Question, row: Record) -> tuple[str, dict]:
         values = row.values
-        if not _has_id(row):  # else its id would be its place in the new file
+        if not _has_id(row):  # without an id, its id would be its place in the new file
             values = values | {"id": question.id}
         return question_key(question.text), values
 
@@ -130,9 +130,9 @@ def without(
     files: Iterable[str] | None,
     skip_bad_rows: bool = False,
 ) -> list[Question]:
-    """Returns the questions that stand in none of `files`, neither by id nor by normalized text; prints how many do.
+    """Returns the questions that are in none of `files`, by id or by normalized text; prints how many are in one.
 
-    Of a file's ids only those count that its rows name: others are places in the file.
+    Only ids that the rows of a file name count: the ids of other rows are their places in the file.
     """
     if not files:
         return questions

@@ -63,11 +63,10 @@ class Teacher:
         earlier: Earlier,
         size: int,
     ) -> Tally:
-        """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time;
-        returns the counts.
+        """Adds the teacher's trajectories with a right answer to the file, a block of `size` questions at a time.
 
-        Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
-        `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
+        Returns the counts. Continues an earlier run: questions that are in the file, and questions whose replies were
+        rejected (named in `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are asked again.
         """
         tally = Tally(len(questions))
         waiting = _without_earlier(questions, earlier, tally)
@@ -96,7 +95,7 @@ class Teacher:
         return tally
 
     def attempt_all(self, questions: list[Question]) -> list[Try]:
-        """Returns the last attempt at each question, which is repeated while it fails and --attempts allow."""
+        """Returns the last attempt at each question; up to --attempts are made, until one does not fail."""
         last = {question.id: Try(question, failure="not tried") for question in questions}
         for number in range(self.config.collect.attempts):
             failed = [attempt.question for attempt in last.values() if attempt.failure]
@@ -106,7 +105,7 @@ class Teacher:
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
         """Returns the results of attempt `number` (from 0) at each question; every round of requests asks for one step
-        each."""
+        of each unfinished attempt."""
         attempts = [Try(question) for question in questions]
         while unfinished := [attempt for attempt in attempts if attempt.goes_on]:
             requests = [self.request(attempt, number) for attempt in unfinished]
@@ -135,7 +134,7 @@ class Teacher:
     def request(self, attempt: Try, number: int) -> Request:
         """Returns the episode so far, as the chat that a student sees, and the demand for the next step.
 
-        The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
+        The teacher's steps are its own turns, so that no text in a document or a question can pass for such a step.
         """
         question = self.protocol.quoted(attempt.question.text)
         turns = [shot["content"] for shot in self.protocol.shots]

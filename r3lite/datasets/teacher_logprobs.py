@@ -1,8 +1,8 @@
 """A cache of a teacher's distributions along trajectories: a folder of safetensors and JSON.
 
-Part files of PART rows are written one after the other, each whole or not at all, so that a run that was killed goes on
-with the next one. The manifest is written last; it records the origin of the cache and its questions. No model is
-loaded here.
+Part files of PART rows are written one after the other, each whole or not at all, so that after a kill another run goes
+on with the next part. The manifest is written last; it records the origin of the cache and the ids of its questions. No
+model is loaded here.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 @dataclass(frozen=True)
 class CacheOrigin:
-    """The fingerprints of what a cache follows from: the teacher, the tokenizer and the trajectories in tokens."""
+    """What a cache follows from: fingerprints of teacher, tokenizer and tokenized trajectories, and `top`."""
 
     teacher: str
     tokenizer: str
     trajectories: str
-    top: str  # k
+    top: str  # number of tokens of a distribution, as text
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def parts_done(folder: Path, origin: CacheOrigin) -> int:
 
 
 def _check_part(path: Path, origin: CacheOrigin, remedy: str) -> None:
-    """Refuses a part that another teacher, tokenizer or trajectories have made, naming what differs."""
+    """Raises R3LiteError for a part of another origin, and names the first field of CacheOrigin that differs."""
     with opened(path, remedy) as file:
         metadata = file.metadata() or {}
     for name, value in asdict(origin).items():
@@ -101,7 +101,7 @@ def write_part(
 
 
 def complete(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
-    """Makes the cache complete; `questions` are the ids of its rows' questions, in order."""
+    """Makes the cache complete by its manifest; `questions` are the ids of the questions of its rows, in order."""
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 
 
@@ -124,11 +124,11 @@ def identity(folder: Path) -> str:
 
 
 def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
-    """Returns the first trajectory of each question, by its id; log-probabilities stay in the mapped files until they
-    are used.
+    """Returns the first trajectory of each question, by the question's id; log-probabilities stay in the mapped files
+    until they are used.
 
-    Raises R3LiteError if the cache is not complete, of another tokenizer than that of the fingerprint `tokenizer`, or
-    has a row of more than `longest` tokens.
+    Raises R3LiteError if the cache is not complete, if its tokenizer does not have the fingerprint `tokenizer`, or if
+    one of these trajectories has more than `longest` tokens.
     """
     record, origin = _manifest(folder)
     if origin.tokenizer != tokenizer:

@@ -1,8 +1,8 @@
 """SFT rows: step-by-step trajectories and plain conversations, with the tokens and the mask of their loss.
 
-A trajectory becomes the tokens of the rollout that says the same, laid out by the same code. Loss falls on the text of
-the assistant and on the token that ends its turn, never on prompts or documents. Knows neither models nor how
-trajectories are made.
+A trajectory becomes the tokens that a rollout with the same texts has, because the same code lays out both. Loss falls
+on the text of the assistant and on the token that ends its turn, never on prompts or documents. Knows neither models
+nor how trajectories are made.
 """
 
 import contextlib
@@ -67,14 +67,14 @@ Rows = dict[str, list[Example]]  # by the names of their sources
 
 @dataclass(kw_only=True)
 class Row(TokenRecord):
-    """The tokens of a row, of which the actions have loss."""
+    """The tokens of a row; the loss falls on those that `action_mask` marks."""
 
     shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
     source: str = ""  # the name of the source that it is from, if there are several
 
     @property
     def loss_tokens(self) -> int:
-        """The number of tokens that have loss. The first token of a row has none before it that could predict it."""
+        """The number of tokens that have loss. The first token of a row has none: no token before it can predict it."""
         return sum(self.action_mask[1:])
 
 
@@ -132,7 +132,7 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
 
 
 def _trace_layout(row: Record) -> tuple[str, ...]:
-    """Returns the keys of the layout of traces whose thought a row has."""
+    """Returns the keys of the first layout of traces whose key of the thought the row has."""
     by_thought = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.asks}
     for key, keys in by_thought.items():
         if key in row:
@@ -200,7 +200,8 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
             faults = ("query_and_answer",)
         if faults:
             return f"step {number} {protocol.faults.get(faults[0], faults[0])}"
-        # A step of another format may gain what this one writes besides, such as a plan of its queries.
+        # Queries and texts are compared, not steps: --format may write more than a step of another format has, such as
+        # a plan of its queries.
         if parsed.queries != step.queries or protocol.render(parsed, number) != text:
             return f"step {number} changes when it is written in --format and parsed"
         if number < len(steps) and step.answer is not None:
@@ -211,10 +212,11 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
 
 
 def parts_of(row: Example, layout: Layout) -> list[Example]:
-    """Returns the rows to train on for one, of which each reply follows the prompt that the chat template makes for it.
+    """Returns the parts of a row to train on. In them each trained reply follows the prompt that the template makes.
 
-    A conversation with a thought that the template removes before later turns ends there once, to train that thought,
-    and goes on without it. Every reply is trained on in one of the parts.
+    A chat template may remove the thought of a reply once a later turn follows. For each such reply one part ends with
+    the reply, to train it with its thought; one more part is the whole row, for the other replies. Every reply is
+    trained on in one of the parts.
     """
     if not isinstance(row, Conversation) or row.has_tools:
         return [row]
@@ -247,8 +249,8 @@ def _named(row: Conversation) -> Iterator[None]:
 def encode_row(row: Example, layout: Layout) -> Row | None:
     """Returns tokens and mask of a row; None if it is longer than `max_length`.
 
-    Documents are cut to `max_document_tokens`, and to half of that again and again while the row is too long, though
-    not below LEAST_DOCUMENT tokens. Question, steps and answer are never cut.
+    Documents are cut to `max_document_tokens`. While the row is too long, this limit is halved, though not below
+    LEAST_DOCUMENT tokens. Question, steps and answer are never cut.
     """
     lengths = layout.lengths
     if isinstance(row, Conversation):
@@ -277,8 +279,8 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
 
 
 def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
-    """Returns all rows, and parts of rows, that fit into `max_length`; prints how many were shortened and how many left
-    out, after `where`."""
+    """Returns all rows, and parts of rows, that fit into `max_length`. Prints how many were shortened and how many left
+    out; `where` begins these lines."""
     parts = [part for row in rows for part in parts_of(row, layout)]
     if len(parts) > len(rows):
         reason = "the chat template removes the thoughts of earlier replies"
@@ -302,8 +304,8 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
 
 
 def lengths_of(rows: Sequence[Row], held_out: Sequence[Row]) -> dict:
-    """Returns of all rows the tokens of the longest, and how many tokens all begin with alike; of the rows to train on
-    the means of their tokens, and of their tokens with loss.
+    """Returns four figures: of all rows, the length of the longest (`longest`) and how many first tokens all share
+    (`shared`); of the rows to train on, the mean numbers of tokens (`mean_tokens`) and of tokens with loss (`writes`).
     """
     tokens = [row.tokens for row in [*rows, *held_out]]
     return {

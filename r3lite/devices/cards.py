@@ -1,6 +1,6 @@
-"""How fast a device is: the three figures that times are predicted from, and a table of them for common cards.
+"""How fast a device is: the figures that times are predicted from, and a table of them for common cards.
 
-The table holds the makers' peaks, of which programs reach about half; `memory/duration.py` counts with that half.
+The table holds the makers' peak figures. Programs reach about half of them; `memory/duration.py` allows for that.
 """
 
 import re
@@ -13,14 +13,14 @@ from r3lite.devices.machine import processor
 MEASURED = "measured"
 DTYPES = ("fp32", "fp16", "bf16")
 GIB = 1 << 30
-# Seconds of the host for a kernel, assumed for every card of the table: 4 to 6 microseconds were measured on an
-# RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `speed` measures what PyTorch takes.
+# Seconds that the host takes to launch a kernel, assumed for every card of the table: 4 to 6 microseconds were measured
+# on an RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `speed` measures what PyTorch takes.
 LAUNCH = 5e-6
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The figures of a device by which times are predicted.
+    """The figures of a device by which times are predicted; `bandwidth`, `flops` and `link` are per second.
 
     `source` is `MEASURED` or the address that the figures are from.
     """
@@ -28,23 +28,25 @@ class Speeds:
     name: str  # as `device_name` gives it
     # Bytes of weights that products of one row read, by the dtype of the weights: a CPU reads fewer bytes of bf16.
     bandwidth: dict[str, float]
-    flops: dict[str, float]  # operations of large matrix products by dtype, those that it has
-    launch: float  # seconds that one kernel costs, however small, launched among many
+    flops: dict[str, float]  # operations of large matrix products, by the dtypes that the device has
+    launch: float  # seconds that a kernel costs, however small, when many are launched in a row
     source: str
     memory: int | None = None  # bytes; None: not known
-    link: float | None = None  # bytes that are copied from the host's pinned memory to the card; None: there is none
+    link: float | None = None  # bytes copied from the host's pinned memory to the card; None: the device is no card
 
 
 # Bytes a second and direction of PCI Express, after its encoding (https://hpc-notes.pages.dev/reference/pcie). The
-# MX450 is taken to have four lanes of 4.0, Turing 16 of 3.0, GeForce cards since 8 of 4.0; a laptop may connect fewer.
+# MX450 is taken to have 4 lanes of PCIe 4.0, Turing cards 16 lanes of 3.0, later GeForce cards 8 lanes of 4.0; a laptop
+# may connect fewer.
 PCIE4_X4 = 4 * 1.969e9
 PCIE3_X16 = 16 * 0.985e9
 PCIE4_X8 = 8 * 1.969e9
 WIKIPEDIA = "https://en.wikipedia.org/wiki/List_of_Nvidia_graphics_processing_units"
 
-# Names as NVIDIA's driver gives them, without what `tokens` leaves out; GiB; GB/s; TFLOPS in fp32. A card of a laptop
-# is slower the less power the laptop gives it: the middle is taken. Of cards that differ under one name the slower is
-# taken. Cards before Turing are left out: PyTorch for CUDA 12.8 and later does not run on them.
+# The columns: the name as NVIDIA's driver gives it, without the words that `tokens` leaves out; memory in GiB;
+# bandwidth in GB/s; TFLOPS in fp32. A laptop's card is slower the less power the laptop gives it: a middle value is
+# taken. Of different cards with the same name the slower is taken. Cards before Turing are left out: PyTorch for
+# CUDA 12.8 and later does not run on them.
 WITHOUT_TENSOR_CORES = (
     ("MX450", 2, 64.0, 2.285),
     ("GTX 1650", 4, 128.1, 2.984),
@@ -102,7 +104,8 @@ def _card(
     bf16: bool = False,
     source: str = WIKIPEDIA,
 ) -> Speeds:
-    """A card by GiB, GB/s and TFLOPS in fp32; products of fp16, and of bf16 if it has that, are `times` as fast.
+    """Returns a card from its GiB, GB/s and TFLOPS in fp32; products in fp16, and in bf16 if it has bf16, are `times`
+    as fast.
 
     Products accumulate in fp32, as training needs: on GeForce cards that is half of what is advertised for fp16.
     """
@@ -132,7 +135,7 @@ def device_name(device: torch.device) -> str:
 
 
 def tokens(name: str) -> frozenset[str]:
-    """Returns the words and numbers of a card's name without the maker's: in any order, any case, and glued or not."""
+    """Returns the words and numbers of a card's name in any order, case and spacing, without NVIDIA's brands."""
     parts = re.findall(r"[a-z]+|[0-9]+", name.lower())
     return frozenset(parts) - {"nvidia", "geforce", "tesla", "gpu"}
 

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted on any device: those that a step really keeps, whatever an allocator adds."""
+"""Bytes of live tensors, counted on any device: what a step really keeps, without what an allocator adds."""
 
 import weakref
 
@@ -13,15 +13,16 @@ MIB = 1 << 20
 class LiveTensors(TorchDispatchMode):
     """Counts each tensor storage from the operator that makes or first touches it until it is freed.
 
-    Views share their storage, which counts once. A storage that grows in place (`resize_`) counts with its new size;
-    one that is resized by itself (`untyped_storage().resize_`), by no operator, from the next operator that touches it.
-    What models/streaming.py keeps in the host's memory counts as `host`, on a CPU too, not as `live`.
+    Views share their storage, which counts once. A storage that grows in place (`resize_`) counts with its new size. A
+    storage that is resized without an operator (`untyped_storage().resize_`) counts with its new size from the next
+    operator that touches it. What models/streaming.py keeps in the host's memory counts as `host`, on a CPU too, not as
+    `live`.
 
-    It sees the operators of the thread that entered it, and what autograd runs for a backward pass begun there: on a
-    CPU in the same thread, on CUDA in threads that autograd hands the mode to. A tensor that another thread makes is
-    missed until an operator here touches it. In r3lite that is one part: the encoder of queries, in the thread of
-    `rollout/fetcher.py`. Memory inside an operator, of a library or of the allocator, is never seen; the process's own
-    peak (VmHWM) has it, and stands beside in bench.memory.
+    The mode sees the operators of the thread that entered it, and what autograd runs for a backward pass begun there:
+    on a CPU in the same thread, on CUDA in threads that autograd hands the mode to. A tensor that another thread makes
+    is missed until an operator here touches it. In r3lite only the encoder of queries makes such tensors, in the thread
+    of `rollout/fetcher.py`. Memory inside an operator, of a library or of the allocator, is never seen; the process's
+    own peak (VmHWM), which bench.memory shows besides, includes it.
     """
 
     def __init__(self):

@@ -12,7 +12,8 @@ import torch
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import dtype_name, resolve_dtype
 
-# The values that nvidia-smi is asked for: its names, and ours. A value that a driver does not report is left out.
+# The values that nvidia-smi is asked for: its names for them, and the names here. A value that the driver does not
+# report is left out.
 ASKED = {
     "driver_version": "driver",
     "pstate": "power_state",
@@ -93,9 +94,9 @@ def _driver(values: dict[str, str]) -> str:
 
 
 def ask_driver(card: str = "0") -> dict[str, str]:
-    """Asks nvidia-smi for a card's values, by its number or UUID: see ASKED. Empty if there is no answer.
+    """Returns what nvidia-smi tells of a card, named by its number or UUID: see ASKED. Empty if there is no answer.
 
-    Ask before CUDA is used: `used_mib` has the memory that other programs hold then, and later this one's context too.
+    Ask before CUDA is used: until then `used_mib` is the memory of other programs, later also of this one's context.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

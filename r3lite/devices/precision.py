@@ -1,4 +1,4 @@
-"""Which device and number format a run uses, and the steps that depend on it: autocast, loss scaling, clipping.
+"""Which device and number format a run uses, and what depends on the format: autocast, loss scaling, clipping.
 
 Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are always fp32.
 """
@@ -29,8 +29,8 @@ class NonFiniteGradients(NotFinite):
 def resolve_device(device: str) -> torch.device:
     """Returns the device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU.
 
-    On CUDA, this process then does without cuDNN's attention, which PyTorch prefers from Hopper on: it plans anew for
-    every shape, and nearly every batch here has another one.
+    On CUDA, also switches off cuDNN's attention, which PyTorch prefers from Hopper on: cuDNN makes a new plan for every
+    shape, and nearly every batch here has another shape.
     """
     available = {
         "cuda": torch.cuda.is_available(),
@@ -68,7 +68,7 @@ def _cpu_has_bf16() -> bool:
     """Returns True if the processor multiplies bf16 natively; if not, it is emulated, and slower than fp32."""
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False
-    # One of the tested versions lacks this function; on Linux the same is in a file.
+    # One of the tested versions of PyTorch lacks this function; on Linux, /proc/cpuinfo says the same.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     if not capabilities and Path("/proc/cpuinfo").exists():
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
@@ -109,8 +109,8 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
         self.skipped = 0  # steps
         self.skipped_in_a_row = 0
-        # Since the loop last cleared them: whether weights may have changed, and whether an update has begun, which
-        # other processes may complete; see interrupts.py.
+        # Two flags that the loop clears: whether weights may have changed since then, and whether an update has begun
+        # since then, which other processes may complete; see interrupts.py.
         self.changed_weights = False
         self.updating = False
 
@@ -146,7 +146,7 @@ class Precision:
             )
         self.changed_weights = True
         if finite:
-            optimizer.step()  # not the scaler's, which would wait for the device; the norm shows what is finite
+            optimizer.step()  # not scaler.step(), which would wait for the device: the norm shows that all is finite
         if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 def random_state() -> dict[str, Tensor]:
     """Returns the states of PyTorch's default generators, by device, as bytes."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
+    if torch.cuda.is_initialized():  # in a run on the CPU, asking for the states would start CUDA
         for i, state in enumerate(torch.cuda.get_rng_state_all()):
             states[f"cuda.{i}"] = state
     if torch.backends.mps.is_available():

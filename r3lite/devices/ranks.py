@@ -1,7 +1,8 @@
-"""The processes of a run, its ranks, that torchrun has started: how work is divided and what they tell each other.
+"""The ranks of a run, that is, the processes that torchrun has started: how they divide work and exchange data.
 
-Every rank holds the whole batch and the whole state of the run; only passes of the model are divided, and gradients
-summed. So a count of tokens, a group's statistics, an advantage or a decision is that of the whole batch on every rank.
+Every rank holds the whole batch and the whole state of the run; only the passes of the model are divided, and their
+gradients are summed. So every rank computes token counts, statistics of groups, advantages and decisions of the whole
+batch.
 A run in one process is `ALONE`, which divides nothing and imports no torch.distributed.
 """
 
@@ -35,7 +36,7 @@ GRACE = 8  # seconds in which a rank saves and ends when another one is gone; th
 ALIVE = "alive"
 OVER = "over"
 GONE = "gone"
-LATER = timedelta(days=30)  # a rank may wait long for another's rollouts: who is dead, the signs of life tell
+LATER = timedelta(days=30)  # long, as a rank may wait for another's rollouts: signs of life tell which rank is dead
 GO_ON = "See its own message; without one, it was killed or its machine is down. Continue with --resume auto."
 
 
@@ -55,7 +56,10 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees it: here the only one. All ranks call every method but `rows_of_rank`."""
+    """The ranks of a run, as one of them sees them; in this class it is the only rank.
+
+    `gather`, `from_first`, `any`, `sum_`, `sum_gradients` and `require_same` wait until all ranks call them.
+    """
 
     rank = 0
     size = 1
@@ -66,13 +70,13 @@ class Ranks:
         return self.rank == 0
 
     def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the rows that this rank runs the model on, by the tokens of each row; all of them if it is alone."""
+        """Returns the rows that this rank runs the model on, from the `lengths` of all rows in tokens."""
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
 
     def with_progress(self, items: Sequence[T], name: str, unit: str) -> Iterator[T]:
-        """Yields this rank's items. The first rank shows how many are done, as it does of long work (see bars.py)."""
+        """Yields this rank's items. The first rank shows how many are done, if the work is long (see bars.py)."""
         if not self.first:
             yield from items
             return
@@ -83,14 +87,14 @@ class Ranks:
                 lines.update()
 
     def begin_step(self, name: str) -> None:
-        """Gives each rank a dropout of its own, which follows from the step's name. One process goes on as before."""
+        """Seeds the dropout of each rank by the step's name and the rank; in a run of one process, does nothing."""
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values that all ranks pass, in their order; tensors in host memory."""
+        """Returns the values that all ranks pass, by rank; if there are several ranks, tensors are in host memory."""
         return [value]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make` on the first rank, which alone calls it and tells the others."""
+        """Returns, on all ranks, the result of `make`, which only the first rank calls."""
         return make()
 
     def any(self, flag: bool) -> bool:
@@ -102,7 +106,7 @@ class Ranks:
         return tensor
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replaces gradients by their sums over the ranks, in one message; a parameter without any stays without."""
+        """Replaces gradients by their sums over the ranks, in one message. A gradient that no rank has stays None."""
 
     def require_same(self, facts: dict[str, Any]) -> None:
         """Raises R3LiteError on all ranks if a fact is not the same on all of them."""
@@ -126,7 +130,10 @@ class Group(Ranks):
     """Several ranks, over torch.distributed: gloo in host memory, NCCL between CUDA cards."""
 
     def __init__(self, world: World, device: str):
-        """Joins the others. Takes card LOCAL_RANK if `device`, that of --device, is one; R3LiteError without it."""
+        """Joins the other ranks. If `device`, the value of --device, means a card, takes card LOCAL_RANK.
+
+        Raises R3LiteError if there is no such card.
+        """
         import torch.distributed as dist
 
         self.rank = world.rank
@@ -141,8 +148,8 @@ class Group(Ranks):
         self.lost = ""  # why this rank cannot go on
         self.stepping = False
         self._ending = threading.Event()
-        # A store has one user at a time, and the watch must not wait for the group. After a restart it may still hold
-        # the addresses of processes that have ended.
+        # Two connections, as each has one user at a time, and the watch must not wait for the group. The prefix is new
+        # after a restart: the store may still hold the addresses of processes that have ended.
         prefix = f"r3lite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         self.store = _new_store(prefix)
         group_store = _new_store(prefix)
@@ -214,7 +221,7 @@ class Group(Ranks):
                 parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
     def _wait(self, work: Any) -> None:
-        """Waits here and not in C++, where neither a signal nor a rank that is gone would end it."""
+        """Waits for `work` in Python: a wait in C++ would go on despite a signal or the loss of another rank."""
         while not work.is_completed():
             self._raise_if_lost()
             time.sleep(5e-4)
@@ -234,7 +241,7 @@ class Group(Ranks):
     def _watch(self) -> None:
         """Gives signs of life, and ends this process when another one gives none or says that it has ended."""
         previous_signs = [""] * self.size
-        silent_beats = [0] * self.size  # of each rank: since it last gave another sign
+        silent_beats = [0] * self.size  # for each rank, the beats since its sign last changed
         beat = 0
         while not (self.lost or self._ending.wait(BEAT)):
             beat += 1
@@ -259,7 +266,7 @@ class Group(Ranks):
             _thread.interrupt_main(signal.SIGTERM)
 
     def end(self, reason: str | None) -> None:
-        """Leaves the others; with a reason they end, too, and tell it."""
+        """Leaves the other ranks. If this rank ends for a `reason`, the others end, too, and tell the reason."""
         if reason is None:
             self.gather(None)  # the first rank, which connects the others, may still be writing
         self._ending.set()
@@ -277,7 +284,7 @@ def joined(
     device: str,
     facts: dict[str, Any],
 ) -> Iterator[Ranks]:
-    """Gives the ranks of this process's run, which must agree on `facts`, to a `with` block."""
+    """Yields the ranks of the run to a `with` block; raises R3LiteError if they do not agree on `facts`."""
     if world.size == 1:
         yield ALONE
         return

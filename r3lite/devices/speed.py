@@ -1,6 +1,6 @@
 """How fast a device is, measured in half a second: its memory, its matrix products, and what a kernel costs.
 
-Knows no model. What is measured is what `cards` describes: what times are predicted from.
+Knows no model. Measures the figures that `cards` describes, from which times are predicted.
 """
 
 import functools
@@ -28,9 +28,9 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure(device: torch.device, product: Product, dtypes: Iterable[str] = DTYPES) -> Speeds:
-    """Returns what a device does in a second in those of `dtypes` that it has.
+    """Returns the figures of a device, in those of `dtypes` that it has.
 
-    `product` is that by which the network multiplies rows by its weights.
+    `product` is the function by which the network multiplies rows by its weights.
     """
     on_cuda = device.type == "cuda"
     native = {name: TORCH_DTYPES[name] for name in dtypes if has(device, name)}
@@ -47,9 +47,9 @@ def measure(device: torch.device, product: Product, dtypes: Iterable[str] = DTYP
 
 @functools.cache
 def speeds_of(device: torch.device, dtype: str, product: Product) -> Speeds | None:
-    """Returns what a device does in a second in a dtype, measured once a process; None, with a warning, if that fails.
+    """Returns the figures of a device in a dtype, measured once a process; None, with a warning, if that fails.
 
-    It is measured anew in each process: what other programs take of a device changes from run to run.
+    Each process measures anew, because the share of a device that other programs take changes from run to run.
     """
     try:
         return measure(device, product, [dtype])
@@ -80,7 +80,7 @@ def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size:
 
 @torch.no_grad()
 def product_speed(device: torch.device, dtype: torch.dtype, product: Product) -> float:
-    """Returns the operations a second of matrix products: of the first size that takes long enough to be measured."""
+    """Returns the operations a second of products of the first size that takes ENOUGH seconds, or of the largest."""
     largest = LARGEST.get(device.type, 2048)
     edge = 256
     while edge < largest and _product_seconds(device, dtype, edge, 1, product) < ENOUGH:
@@ -109,7 +109,7 @@ def warn_of_slow_fp16(precision: Precision) -> None:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Returns the seconds of a kernel that does next to nothing, as PyTorch launches it, one after the other."""
+    """Returns the seconds of a kernel that does next to nothing, when PyTorch launches many in a row."""
     x = torch.zeros(1, device=device)
 
     def launch_all() -> None:
@@ -130,7 +130,7 @@ def host_copy_speed(device: torch.device, pinned: bool, size: int = 1 << 26) -> 
 
 
 def _link_speed(device: torch.device) -> float:
-    """Returns the bytes a second that are copied to a card as streamed layers are: from pinned memory if possible."""
+    """Returns the bytes a second of copies to a card, from pinned memory if possible, as streamed layers are copied."""
     try:
         return host_copy_speed(device, pinned=True)
     except RuntimeError:

@@ -46,8 +46,8 @@ def compare(
     b: Sequence[Marks],
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Returns for each metric that both have, over the same questions in the same order: its value `a` and `b`,
-    `difference` b - a, the ends of its 95 % interval `low` and `high`, and `p`.
+    """Returns for each metric that both have, over the same questions in the same order: its values `a` and `b`,
+    `difference` b - a, the ends `low` and `high` of the difference's 95 % interval, and `p`.
 
     Each resample draws questions and takes both models' answers to them (Koehn 2004, W04-3250). A question for which a
     metric is unknown in one of the two, or at which a retriever failed, counts in neither. `p` is two-sided: the
@@ -78,8 +78,8 @@ def compare(
 def difference(values: np.ndarray) -> dict[str, float]:
     """Returns what `compare` says of a metric, from its values [1 + resamples, 2] of a and b.
 
-    The first are those of all questions, then those of each resample follow, nan if it has no question for which the
-    metric is known.
+    The first row is of all questions; each further row is of a resample, and nan if the metric is known for none of its
+    questions.
     """
     differences = values[:, 1] - values[:, 0]
     spread = interval(differences)
@@ -103,14 +103,14 @@ def compare_sets(sets: Sequence[Sequence[MarksPair]], seed: int = 0) -> dict:
     """Returns what `compare` says of EM and F1, for several sets of questions and several training seeds.
 
     A set is a list of pairs (a, b), one per seed, all over the same questions in the same order. The scores of a
-    question are averaged over the seeds first; then a set is the mean over its questions, and the result the mean over
-    sets, which all weigh the same. `metrics` is of that mean, `sets` has the same of each set.
+    question are averaged over the seeds first; then the score of a set is the mean over its questions, and the result
+    is the mean over sets, which all weigh the same. `metrics` compares that mean, and `sets` compares each set.
 
     Questions at which a retriever failed with any seed are left out.
 
     Each resample draws questions of every set, independently of the other sets. With d the share of a set's n questions
     on which two models differ in EM, the standard error of the mean of k sets is sqrt(sum of d / n over the sets) / k.
-    What another training seed would change is not in it.
+    This error does not include what another training seed would change.
     """
     by_set = []  # the means [1 + resamples, metrics, a and b] of each set
     for number, pairs in enumerate(sets):

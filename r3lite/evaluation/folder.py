@@ -1,4 +1,4 @@
-"""The folder of an evaluation: the names of its files, whether one may be written, how two are compared."""
+"""The folder of an evaluation: the names of its files, whether it may be written to, how two evaluations compare."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,9 +73,9 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Holds evaluations of the same questions: `pairs[i]` are two of them, of which `marks[i]` are the marks.
+    """Holds evaluations of the same questions: `pairs[i]` are the paths of two evaluations, `marks[i]` their marks.
 
-    `questions` has their ids and texts, in the order of all marks.
+    `questions` has the ids and texts of the questions; all marks are in this order.
     """
 
     questions: tuple[tuple[str, str], ...]
@@ -113,7 +113,7 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
 
 
 def question_sets(pairs: Sequence[tuple[str, str]]) -> list[QuestionSet]:
-    """Returns the pairs of evaluations by their questions.
+    """Returns the pairs of evaluations, those of the same questions in one set.
 
     Raises R3LiteError if two sets have some questions in common: these would be counted twice.
     """
@@ -141,7 +141,7 @@ def _set_of(
 ) -> QuestionSet | None:
     """Returns the set of the same questions, in any order; None if no set has any of them.
 
-    Raises R3LiteError if a set has some, but not all.
+    Raises R3LiteError if a set has some of the questions, but not exactly the same ones.
     """
     match = None
     for question_set in sets:
@@ -170,7 +170,7 @@ def name_with_baseline(path: str) -> str:
 def predictions_of(lines: Iterable[Record]) -> Predictions:
     """Returns question and marks of each line of predictions.jsonl, by id.
 
-    Every command reads predictions with it, so that all count the same questions.
+    Every command reads predictions with this function, so that all commands count the same questions.
     """
     predictions = {}
     for line in lines:
@@ -201,7 +201,7 @@ def paired_marks(
     ours: Predictions,
     theirs: Predictions,
 ) -> tuple[list[Marks], list[Marks]]:
-    """Returns both marks of each question, in the order of the first."""
+    """Returns the marks in both evaluations, each in the order of the questions of `ours`."""
     marks_a = [marks for _, marks in ours.values()]
     marks_b = [theirs[id][1] for id in ours]
     return marks_a, marks_b

@@ -15,10 +15,10 @@ def resampled_sums(
     seed: int | Sequence[int],
     resamples: int,
 ) -> np.ndarray:
-    """Returns sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then over n that are
-    drawn.
+    """Returns sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then, for each resample,
+    over n drawn questions.
 
-    They are drawn with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6); all
+    Questions are drawn with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6); all
     metrics see the same draws.
     """
     metrics, n, k = table.shape
@@ -37,7 +37,7 @@ def resampled_sums(
 
 
 def ratios(sums: np.ndarray) -> np.ndarray:
-    """Returns numerators over denominators [...], from sums [..., 2]; nan if nothing is known."""
+    """Returns numerators over denominators [...], from sums [..., 2]; nan where both are 0, as nothing is known."""
     numerators = sums[..., 0]
     denominators = sums[..., 1]
     with np.errstate(invalid="ignore"):
@@ -45,8 +45,8 @@ def ratios(sums: np.ndarray) -> np.ndarray:
 
 
 def interval(values: np.ndarray) -> dict[str, float | None]:
-    """Returns the first of `values` [1 + resamples], that of all questions, and the percentile interval of the
-    resamples; None if the first is nan."""
+    """Returns the first of `values` [1 + resamples], which is of all questions, and the percentile interval of the
+    resamples; all three are None if the first is nan."""
     value = values[0]
     if np.isnan(value):
         return {"value": None, "low": None, "high": None}

@@ -87,7 +87,7 @@ class Marks:
         )
 
     def to_json(self) -> dict:
-        """Returns the keys of a line of predictions.jsonl beside those of the episode."""
+        """Returns the part of a line of predictions.jsonl that the episode itself does not have."""
         line = {
             "em": self.em,
             "f1": self.f1,
@@ -111,8 +111,8 @@ def _counts(steps: Sequence[Step]) -> dict[str, int]:
 
 
 def _facts(episode: Episode, em: float) -> dict[str, float]:
-    """Returns supporting facts and joint scores of an episode whose answer has that EM."""
-    answer = Overlap(0.0, 0.0)  # of an episode without one, as its EM and F1 are then
+    """Returns the scores of supporting facts and the joint scores of an episode; `em` is the EM of its answer."""
+    answer = Overlap(0.0, 0.0)  # without an answer, as EM and F1 are 0 then, too
     if episode.prediction.strip():
         question = episode.question
         answer = best_overlap(episode.prediction, question.answers, rule_of(question))
@@ -137,10 +137,10 @@ def combined(marks: Marks) -> float | None:
 
 
 def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
-    """Returns by metric two numbers of each question: what is summed up, and what the sum is divided by.
+    """Returns, for each metric, two numbers of each question: what is summed up, and what the sum is divided by.
 
-    Both are 0 if the metric is unknown of the question. Metrics that are known of no question are left out, but for
-    METRICS and FULL_RECALL_EM.
+    Both are 0 if the metric is unknown for the question. A metric that is known for no question is left out, unless it
+    is of METRICS or FULL_RECALL_EM.
     """
     table = {
         "em": [(m.em, 1) for m in marks],
@@ -160,7 +160,7 @@ def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]
 
 
 def _part(value: float | bool | None) -> tuple[float, int]:
-    """Returns the numerator and the denominator of a value."""
+    """Returns the numerator and the denominator of a value; both are 0 if it is None."""
     if value is None:
         return 0.0, 0
     return float(value), 1
@@ -207,7 +207,7 @@ def scores_by(
     marks: Sequence[Marks],
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Returns the scores of each group of questions, such as those of one type; an empty name is no group."""
+    """Returns the scores of each group of questions, such as those of one type; the group "" is left out."""
     groups = {group(m) for m in marks if not m.failure}
     names = sorted(groups - {""})
     by_name = {}

@@ -17,7 +17,7 @@ from r3lite.core.answer_match import Overlap
 
 ORDERS = 4  # BLEU counts n-grams of one to four words
 ENTITIES = {"&quot;": '"', "&amp;": "&", "&lt;": "<", "&gt;": ">"}
-# Marks that are words of their own: most of them anywhere, others unless they stand in a number or a word.
+# Punctuation marks that count as words: most of them anywhere, the others depending on the characters around them.
 ALWAYS_SEPARATE = "".join(character for character in string.punctuation if character not in "',-.")
 SEPARATE_MARK = re.compile(f"([{re.escape(ALWAYS_SEPARATE)}])")
 POINT_AFTER_NO_DIGIT = re.compile(r"([^0-9])([.,])")
@@ -26,8 +26,8 @@ DASH_AFTER_DIGIT = re.compile(r"([0-9])(-)")
 
 
 class _Counts(NamedTuple):
-    """Holds what BLEU is made of: n-grams that match and all n-grams, by n - 1; words of predictions and of
-    references."""
+    """Holds what BLEU is made of: the numbers of matching n-grams and of all n-grams, at index n - 1, and the numbers
+    of words in predictions and in references."""
 
     matches: np.ndarray
     ngrams: np.ndarray
@@ -36,7 +36,7 @@ class _Counts(NamedTuple):
 
 
 def sentence_bleu(prediction: str, references: Sequence[str]) -> float:
-    """Returns BLEU of one text: of the n-grams that it is long enough for, with exponential smoothing."""
+    """Returns BLEU of one text with exponential smoothing; n-grams longer than the text do not count."""
     counts = _counts(prediction, references)
     return _bleu(counts, orders=min(ORDERS, counts.words))
 
@@ -45,8 +45,8 @@ def corpus_bleu(
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
 ) -> float:
-    """Returns BLEU of a set of texts, from sums over it (Papineni et al. 2002, P02-1040), with exponential
-    smoothing."""
+    """Returns BLEU of a set of texts, from counts summed over all texts (Papineni et al. 2002, P02-1040), with
+    exponential smoothing."""
     pairs = zip(predictions, references, strict=True)
     counts = [_counts(prediction, answers) for prediction, answers in pairs]
     total = _Counts(
@@ -61,7 +61,8 @@ def corpus_bleu(
 def _counts(prediction: str, references: Sequence[str]) -> _Counts:
     """Returns the counts of a text and its references.
 
-    An n-gram counts as often as the reference has it that has it most; the reference of nearest length counts.
+    An n-gram matches at most as often as it stands in a single reference. `reference_words` is the length of the
+    reference whose length is nearest.
     """
     words = _words(prediction)
     reference_words = [_words(reference) for reference in references]
@@ -127,9 +128,9 @@ def _words(text: str) -> list[str]:
 def bert_score(prediction: np.ndarray, reference: np.ndarray) -> Overlap:
     """Returns BERTScore (arXiv 1904.09675, section 3), from token vectors [T, C] of both texts with [CLS] and [SEP].
 
-    Precision is the mean over the prediction's tokens of the cosine to the most similar token of the reference, recall
-    the same the other way round. [CLS] and [SEP] may be most similar, but do not count themselves. No idf weights, no
-    rescaling. A text without tokens scores 0.
+    Precision is the mean over the prediction's tokens of the cosine to the most similar token of the reference; recall
+    is the same with the two texts exchanged. [CLS] and [SEP] may be the most similar token, but are not in the means.
+    There are no idf weights and no rescaling. A text without tokens scores 0.
     """
     if len(prediction) <= 2 or len(reference) <= 2:
         return Overlap(0.0, 0.0)

@@ -75,7 +75,7 @@ def _subject(facts: Facts) -> str:
 
 def _head(facts: Facts) -> str:
     lines = ["---"]
-    if facts.on_hub:  # the hub takes nothing else
+    if facts.on_hub:  # the hub takes only its own ids as base_model
         lines.append(f"base_model: {facts.base}")
     if facts.file:
         library = "gguf"
@@ -137,7 +137,7 @@ def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Token
     source = "folder"
     which = "--model FOLDER"
     imported = base = thinking = ends = template = ""
-    if not facts.merged:  # tokenizer, template and the token at the end of texts are the base's
+    if not facts.merged:  # the program loads tokenizer, template and end-of-text token from the base
         if tokenizer.other_class:
             reader = FOLLOWS_THE_FILE
         imported = "from peft import PeftModel\n"

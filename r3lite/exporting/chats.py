@@ -24,7 +24,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
-ANOTHER_DAY = date(2031, 12, 4)  # of programs that use an export: it is not the date of the training
+ANOTHER_DAY = date(2031, 12, 4)  # a day on which programs use an export: not the date of the training
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -41,7 +41,7 @@ def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dic
 def trained_template(tokenizer: Tokenizer) -> str:
     """Returns the chat template of the training.
 
-    Thoughts are switched as they were, whatever a program's default is, and the date is that of the training.
+    Thoughts are switched on or off as in the training, whatever a program's default is, and a date is the training's.
     """
     source = tokenizer.template.source
     value = str(tokenizer.template.variables[SWITCH]).lower()
@@ -51,15 +51,15 @@ def trained_template(tokenizer: Tokenizer) -> str:
 
 
 def write_dated(output: Path, tokenizer: Tokenizer) -> None:
-    """Writes the chat template of the training beside an adapter, if that of its base writes today's date."""
+    """Writes the chat template of the training beside an adapter, if the base's template would write today's date."""
     if tokenizer.template.has_clock:
         write_text(output / TEMPLATE, trained_template(tokenizer))
 
 
 def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns what the files of an export say otherwise than those of its base, for `saving.save_merged`.
+    """Returns, for `saving.save_merged`, the values in which an export's files differ from its base's, by file.
 
-    The base of a chat model may end its texts by another token than that of a turn, and then never stops.
+    The end-of-text token is set to that of a turn. Some bases end texts by another token, and would never stop.
     """
     path = folder / GENERATION
     if not path.is_file():
@@ -86,7 +86,7 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """Checks what transformers makes of a model folder, on another day and by its own tokenizer class."""
+    """Checks the prompt that transformers makes with a model folder, on another day, by its own tokenizer class."""
     config = read_record(folder / TOKENIZER, "")
     record = read_record(folder / "tokenizer.json", "")
     definition = json.dumps(record.values)
@@ -101,9 +101,10 @@ def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -
 
 
 def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """Checks what transformers makes of an adapter alone, as `check` does.
+    """Checks, as `check` does, the prompt that transformers makes with an adapter alone.
 
-    It takes the base's tokenizer and template, unless the adapter's folder has one, and is passed `thinking`.
+    The tokenizer is the base's, and so is the template, unless the adapter's folder has one. `thinking` is passed to
+    the template.
     """
     config = read_record(base / TOKENIZER, "")
     definition = (base / "tokenizer.json").read_text(encoding="utf-8")
@@ -117,7 +118,7 @@ def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[
 def check_gguf(
     path: Path, files: dict[str, dict[str, Any]], modelfile: str, messages: list[dict[str, str]], ids: list[int]
 ) -> None:
-    """Checks what llama.cpp and Ollama make of a GGUF file that was read as `files`, and of its Modelfile."""
+    """Checks the prompts that llama.cpp makes with a GGUF file, read as `files`, and Ollama with its Modelfile."""
     definition = json.dumps(files["tokenizer.json"])
     config = Record(files[TOKENIZER], Source(str(path)))
     source = config.text("chat_template")
@@ -127,9 +128,9 @@ def check_gguf(
 
 
 def check(where: str, definition: str, text: str, ids: list[int], adds_first: bool = False) -> None:
-    """Raises R3LiteError unless a prompt has the tokens `ids` of the training, in the tokenizer of an export.
+    """Raises R3LiteError unless an export's tokenizer turns the prompt `text` into `ids`, the tokens of the training.
 
-    `adds_first`: the program puts the token before it that the tokenizer puts before each text.
+    With `adds_first`, the program puts before the prompt the token that the tokenizer puts before each text.
     """
     backend = Backend.from_str(definition)
     exported_ids = backend.encode(text, add_special_tokens=adds_first).ids

@@ -1,8 +1,8 @@
-"""A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`
-(extra gguf), which this file imports.
+"""A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. This module imports the
+package `gguf` (extra gguf), which writes the file.
 
 Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3, Llama (Mistral is a Llama there),
-Granite 3, SmolLM3, LFM2, Gemma 3 and Qwen3.5. Norms, biases and convolutions stay in fp32, as there.
+Granite 3, SmolLM3, LFM2, Gemma 3 and Qwen3.5. Norms, biases and convolutions stay in fp32, as that converter has them.
 """
 
 import contextlib
@@ -66,7 +66,8 @@ def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weigh
 def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name: str) -> None:
     """Writes one adapter of a model, with the keys and names of llama.cpp's convert_lora_to_gguf.
 
-    llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
+    llama.cpp multiplies by alpha / r. The file's alpha is chosen so that this is the adapter's scale, also for
+    rank-stabilized LoRA, which divides its alpha by the root of r.
     """
     config = lora.switch_of(model).configs[adapter]
     with _writer(path, model) as writer:
@@ -111,7 +112,7 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def _is_smollm3(config: ModelConfig) -> bool:
-    """Returns whether every fourth layer has no positions, which llama.cpp takes for granted, and no other one."""
+    """Returns whether exactly every fourth layer has no positions, as llama.cpp takes for granted."""
     for layer, kind in enumerate(config.layer_kinds):
         is_without_positions = kind.rope is None
         if is_without_positions != ((layer + 1) % NO_ROPE_INTERVAL == 0):
@@ -138,8 +139,8 @@ def _is_gemma3(config: ModelConfig) -> bool:
 
 
 def _heads(model: CausalLM, name: str) -> int:
-    """Returns by how many heads the rows of a checkpoint's tensor are reordered in a file; 0: not at all."""
-    if "lora_A" in name:  # its rows are not outputs, as those of B are
+    """Returns the number of heads in which the rows of a checkpoint's tensor are reordered in a file; 0: not at all."""
+    if "lora_A" in name:  # unlike the rows of B, those of A are not outputs of the layer
         return 0
     config = model.config
     return heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
@@ -147,8 +148,8 @@ def _heads(model: CausalLM, name: str) -> int:
 
 @contextlib.contextmanager
 def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
-    """Yields what a GGUF file is added to; the file is written at the end of the block."""
-    folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
+    """Yields a writer, to which a GGUF file's keys and tensors are added; the end of the block writes the file."""
+    folder_of_all = path.parent.absolute()  # the export's folder: made last, so that a failure leaves nothing
     temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(temporary, _architecture(model.config))
@@ -216,7 +217,7 @@ def _rope(config: ModelConfig) -> Rope:
 
 
 def _kv_heads(config: ModelConfig) -> int | list[int]:
-    """Returns the key/value heads of all layers, or of each in a file of LFM2, where convolutions have none."""
+    """Returns the number of key/value heads; for LFM2, whose convolutions have none, the number of each layer."""
     if config.layer is not Lfm2Layer:
         return config.num_key_value_heads
     return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
@@ -231,7 +232,7 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
         if architecture == QWEN35:
             tensor = qwen3_5.to_file(name, tensor, model.config)
         numbers = tensor.numpy()
-        if tensor.dim() == 3:  # a convolution, whose channels are by themselves
+        if tensor.dim() == 3:  # a convolution of each channel by itself: [C, 1, taps]
             numbers = numbers.squeeze(1)
         heads = _heads(model, name)
         if heads:
@@ -243,7 +244,7 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """Adds the BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
+    """Adds the BPE of `tokenizer.json`; `rows` are the embedding's. Ids below `rows` without a token become padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model = record.record("model")
     split = split_of(record)
@@ -290,7 +291,7 @@ def _tokens(record: Record, rows: int, is_sentencepiece: bool) -> tuple[list[str
         token = added.text("content", blank=True)
         is_special = added.flag("special", False)
         if is_sentencepiece and SPACE in token and not is_special:
-            continue  # it is never in a text, but is merged from its spaces
+            continue  # it is never in a text as such, but is merged from spaces
         id = added.whole("id")
         tokens[id] = token
         types[id] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
@@ -303,9 +304,10 @@ def _scores(
     tokens: Sequence[str],
     types: Sequence[int],
 ) -> list[float]:
-    """Returns scores with which llama.cpp merges as a `tokenizer.json` does: of two tokens any that together are one.
+    """Returns scores with which llama.cpp merges tokens as a `tokenizer.json` does.
 
-    R3LiteError if it does not merge some of these, or those of one result not one after another.
+    llama.cpp merges any two tokens that together are a token, the result with the best score first. Raises R3LiteError
+    if the `merges` of `tokenizer.json` lack such a pair, or if the pairs of one result do not follow each other there.
     """
     ranks: dict[str, int] = {}
     previous = None
