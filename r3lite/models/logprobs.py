@@ -43,7 +43,7 @@ def token_logprobs(
 
     `targets` is [N]. The head is [V, C]; pass only its first rows if ids beyond the tokenizer must have no probability.
     Logits are computed in the head's dtype, as in the sampler, and normalized in fp32. With `with_entropy`, also
-    returns the entropy [N] in nats, else None. Both are fp32 and have no gradients, which `token_loss` computes.
+    returns the entropy [N] in nats, else None. Both are fp32 and have no gradients: see `token_loss`.
     """
     if len(targets) == 0:
         empty = hidden.new_zeros(0, dtype=torch.float32)

@@ -171,9 +171,9 @@ def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
 
 
 def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
-    """Returns weights [n, in], one below the other, as one [sum of n, in], the only one of the list.
+    """Returns weights [n, in], one below the other, as a list with one weight [sum of n, in].
 
-    The list has all the weights if the last group of absmax of any of them is filled up: the filling is no absmax.
+    The list has the weights as they are if the last absmax group of any is filled up: the filling is no absmax.
     """
     if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
         return list(weights)
