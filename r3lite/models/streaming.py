@@ -133,9 +133,7 @@ class LayerStream:
                 place.record_stream(self.stream)
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the tensors of the model's layers views of the two places on the device, which the layers share in
-        turn.
-
+        """Makes the tensors of all layers views of the two places on the device, in which the layers take turns.
         From then on models.activation_checkpointing must run the layers: it has each copied in time and keeps no
         activations.
         """

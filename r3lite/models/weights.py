@@ -74,7 +74,7 @@ def resolve_folder(model: str) -> Path:
 
 
 def public_name(model: str) -> tuple[str, bool]:
-    """Returns the name of a --model that may be published, and whether it is a hub id. Of a path it is the last part."""
+    """Returns the name of a --model that may be published, only the last part of a path; and whether it is a hub id."""
     path = Path(os.path.expanduser(model))
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.is_dir():
         return model, True
