@@ -34,7 +34,7 @@ class PlanRlConfig(PpoConfig):
 
 
 def make(config: PlanSftConfig | PlanRlConfig, count: int | None = None) -> "Plan":
-    """Returns the plan of the run that the settings are of, which has `count` rows or questions if that is known."""
+    """Returns the plan of the run that `config` describes; `count` is how many rows or questions it has, if known."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.rl_setup import round_workload
     from r3lite.memory.plan import make_plan, plan_for_card
@@ -93,9 +93,9 @@ def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
 
 
 def learns(argv: list[str]) -> bool:
-    """Tells whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
+    """Returns whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
 
-    This decides which flags there are, so it is looked up before the others are read.
+    This decides which flags there are, so these two flags are looked up before the others are read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--algorithm", "--config"):
@@ -106,7 +106,7 @@ def learns(argv: list[str]) -> bool:
         with contextlib.suppress(UsageError):  # it is raised again when the settings are read
             tables = load_toml(Path(flags.config))
     algorithm = flags.algorithm or tables.get("algorithm")
-    if algorithm is None:  # the config.toml of a run has one table
+    if algorithm is None:  # the config.toml of a run has one table, with the name of its command
         return "ppo" in tables and "sft" not in tables
     return algorithm in get_args(Algorithm)
 

@@ -1,7 +1,7 @@
 """What LFM2 (arXiv 2511.23404; `lfm2`) has of its own: short convolutions, names, and its config.
 
-In most layers a gated short convolution stands in place of the attention. With (b, c, v) = W_in x, side by side, it is
-W_out (c conv(b v)): `conv` sees a token and the few before it, each channel by itself.
+In most layers a gated short convolution stands in place of the attention. Such a layer computes W_out (c conv(b v))
+with (b, c, v) = W_in x, three vectors side by side; `conv` sees a token and the few before it, each channel by itself.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from r3lite.models.projections import project
 CONVOLUTION = "conv"
 TAPS = 3
 MAX_TAPS = 16
-# What a config.json need not say.
+# The values of keys that a config.json may leave out.
 SIZES = {
     "vocab_size": 65_536, "intermediate_size": 12_288, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
 }  # fmt: skip
@@ -42,7 +42,7 @@ class Renamed(nn.Module):
             self.add_module(NAMES.get(name, name), self._modules.pop(name))
 
     def __getattr__(self, name: str):
-        """Returns a child by the decoder's name or by its own; Python asks here for what is no plain attribute."""
+        """Returns a child by the decoder's name or by its own; Python calls this for names of no plain attribute."""
         return super().__getattr__(NAMES.get(name, name))
 
 
@@ -55,7 +55,7 @@ class Lfm2MLP(Renamed, MLP):
 
 
 class ShortConvolution(nn.Module):
-    """The gated short convolution of one layer; the pass's context has the tokens before each."""
+    """The gated short convolution of one layer; the context of a pass supplies the tokens before each token."""
 
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
@@ -108,7 +108,7 @@ class Lfm2Trunk(Renamed, Trunk):
 
 
 def lfm2(record: Record, config: ModelConfig) -> ModelConfig:
-    """Returns the config with the kinds of the layers, and with what is spelled in this family's own way."""
+    """Returns the config with the kinds of the layers, and with the keys that only this family has."""
     if record.flag("conv_bias", False):
         raise unsupported(record, "conv_bias is true", "Only false is supported.")
     taps = record.whole("conv_L_cache", TAPS, low=2, high=MAX_TAPS)
@@ -131,7 +131,7 @@ def lfm2(record: Record, config: ModelConfig) -> ModelConfig:
 
 
 def _layer_types(record: Record, layers: int) -> Sequence[str]:
-    """Returns what each layer is; older files number the layers with attention, in `full_attn_idxs`."""
+    """Returns the kind of each layer; older files list the numbers of the layers with attention in `full_attn_idxs`."""
     types = record.texts("layer_types", ())
     if types:
         if len(types) != layers:
@@ -142,7 +142,10 @@ def _layer_types(record: Record, layers: int) -> Sequence[str]:
 
 
 def _intermediate_size(record: Record, size: int) -> int:
-    """Returns the width of the feed-forward networks, which is two thirds of the size in the file, rounded up."""
+    """Returns the width of the feed-forward networks.
+
+    It is the size in the file or, with `block_auto_adjust_ff_dim`, two thirds of that size times a factor, rounded up.
+    """
     size = record.whole("block_ff_dim", size, low=1, high=1 << 20)
     if not record.flag("block_auto_adjust_ff_dim", True):
         return size

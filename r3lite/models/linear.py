@@ -1,18 +1,18 @@
 """Products of rows by a weight, on a CPU by the kernels that compute them fastest.
 
-Of fp32 numbers a CPU's `F.linear` asks MKL. PyTorch also ships oneDNN, by which it multiplies bf16: that reads the
-weights faster for a few rows, and uses all of an AMD processor's width for many (docs/figures.md).
+On a CPU `F.linear` multiplies fp32 numbers with MKL. PyTorch also ships oneDNN, with which it multiplies bf16. oneDNN
+reads the weights faster for a few rows, and uses all of an AMD processor's width for many rows (docs/figures.md).
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN compiles a kernel for each number of rows, in half a millisecond, and keeps it, in half a MiB. So that there
-# are few, many rows are multiplied BLOCK at a time, and the rest is filled up to a multiple of STEP.
+# oneDNN compiles a kernel for each number of rows, which takes half a millisecond, and keeps it in half a MiB. To need
+# few kernels, many rows are multiplied BLOCK at a time, and more than STEP rows are filled up to a multiple of STEP.
 BLOCK = 256
 STEP = 8
-# A product of a smaller weight that also takes fewer multiplications is no faster than by MKL.
+# Where both the weight and the product are smaller than this, oneDNN is no faster than MKL.
 MIN_WEIGHT = 2**19  # numbers of a weight
 MIN_PRODUCT = 2**22  # multiplications
 
@@ -31,7 +31,8 @@ def linear(
         return torch.addmm(added, x, weight.t())
     if len(x) <= STEP or (len(x) <= BLOCK and len(x) % STEP == 0):
         return _block(x, weight, bias=bias, added=added)
-    out = x.new_empty(len(x), len(weight))  # not a view of more rows: autograd lets nobody write into such a result
+    # Not a view of a tensor with more rows: autograd forbids callers to write into such a result.
+    out = x.new_empty(len(x), len(weight))
     for first in range(0, len(x), BLOCK):
         rows = slice(first, first + BLOCK)
         block_added = None if added is None else added[rows]

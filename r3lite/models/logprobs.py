@@ -43,7 +43,7 @@ def token_logprobs(
 
     `targets` is [N]. The head is [V, C]; pass only its first rows if ids beyond the tokenizer must have no probability.
     Logits are computed in the head's dtype, as in the sampler, and normalized in fp32. With `with_entropy`, also
-    returns the entropy [N] in nats, else None. Both are fp32, and without gradients: those are `token_loss`'s.
+    returns the entropy [N] in nats, else None. Both are fp32 and have no gradients: see `token_loss`.
     """
     if len(targets) == 0:
         empty = hidden.new_zeros(0, dtype=torch.float32)
@@ -71,9 +71,9 @@ def token_loss(
     """Returns the sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and what it measures of each chunk.
 
     Arguments are as in `token_logprobs`. The upstream gradient is known as soon as a chunk's log-probabilities are, so
-    the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice;
-    twice only for a loss that depends on the entropies. In the backward pass `head_grad` (fp32 [V, C], zeros), if it is
-    given, becomes the gradient of the head, of a loss that does not depend on them.
+    the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once; only for a
+    loss that depends on the entropies they are computed twice. `head_grad` (fp32 [V, C], zeros), if it is given, holds
+    the gradient of the head after the backward pass, but only for a loss that does not depend on the entropies.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad
 
@@ -125,8 +125,9 @@ def cross_entropy(
     return -logprobs.sum(), None
 
 
-# Of what a teacher says and of the policy that is compared with it, whatever temperature is sampled at: models that say
-# the same at one temperature do so at all, and of a few tokens no other temperature's probabilities can be found.
+# The temperature of a teacher's probabilities and of the policy's that are compared with them, whatever temperature
+# answers are sampled at. Models that agree at one temperature agree at all, and the probabilities of a few tokens at
+# one temperature do not tell those at another.
 TEACHER_TEMPERATURE = 1.0
 
 
@@ -172,10 +173,10 @@ def candidates_loss(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, list[M]]:
-    """Is `token_loss` of k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and what it measures.
+    """Is `token_loss` for k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and what it measures.
 
-    `candidates` [N, k] are their ids, different in a row; they may be in host memory. The head is applied once. The
-    gradient with respect to `hidden` is computed in the forward pass.
+    `candidates` [N, k] are the ids of the tokens; no id comes twice in a row, and they may be in host memory. The head
+    is applied once. The gradient with respect to `hidden` is computed in the forward pass.
     """
 
     def loss_of_chunk(rows: slice) -> tuple[Tensor, M, Tensor]:
@@ -201,9 +202,9 @@ def candidates_loss(
 
 
 def tile_rows(device_type: str) -> int:
-    """Returns how many rows of a chunk, a tile, are in fp32 at a time.
+    """Returns the number of rows of a tile, the part of a chunk that is in fp32 at a time.
 
-    They are as many as a CPU's cache holds, or enough to fill a GPU.
+    A tile fits in a CPU's cache, or is enough work to fill a GPU.
     """
     return 8 if device_type == "cpu" else 32
 
@@ -211,8 +212,8 @@ def tile_rows(device_type: str) -> int:
 class _Loss(torch.autograd.Function):
     """Sums a loss over chunks of rows.
 
-    `loss_of_chunk` returns its value, what it measures and, if it trains, the gradient [n, C] with respect to a chunk's
-    hidden states.
+    `loss_of_chunk` returns the loss of a chunk, what it measures and, if `trains`, the gradient [n, C] with respect to
+    the chunk's hidden states.
     """
 
     @staticmethod
@@ -283,7 +284,8 @@ def _statistics(
     """Returns the log-probabilities [n] of the targets, and entropies [n] or None, of logits [n, V].
 
     With `to_gradients` each row of logits becomes the gradient of -log p(target), p_v - [v = target], times
-    `_unit(dtype)`. The gradient of any loss of log p(target) is that times a number, so it is made before the loss is.
+    `_unit(dtype)`. The gradient of any loss of log p(target) is this gradient times one number a row, so that it can be
+    written before the loss is known.
     """
     parts = []
     tile_size = tile_rows(logits.device.type)
@@ -312,7 +314,7 @@ def _statistics(
 
 
 def _joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Joins the results of `_statistics` for several runs of rows."""
+    """Joins the results of `_statistics` for several groups of rows."""
     logprobs, entropies = zip(*parts, strict=True)
     if entropies[0] is None:
         return torch.cat(logprobs), None

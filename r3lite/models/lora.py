@@ -27,9 +27,9 @@ from r3lite.models.weights import FINGERPRINT
 WEIGHTS = "adapter_model.safetensors"
 REMEDY = "Pass a run folder or a plain LoRA adapter of PEFT in safetensors format."
 EVERY_LAYER = "r3lite adapts a projection in every layer or in none. Pass such an adapter of this model."
-# Keys of adapter_config.json that are used here, and those that do not change what the adapter computes, as its tensors
-# say which layers it adapts. Any other key must be unset: it belongs to a feature that r3lite lacks and would silently
-# leave out.
+# Keys of adapter_config.json that are used here, and keys that are ignored because they do not change what the adapter
+# computes: its tensors say which layers it adapts. Any other key must be unset: it belongs to a feature that r3lite
+# lacks and would silently leave out.
 USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
 IGNORED = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -61,10 +61,11 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the `with` block what layers multiply by is looked up once, and the adapter that is on is cast once.
+    """Looks up what layers multiply by, and casts the adapter that is on, only once within a `with` block.
 
-    For passes between two optimizer steps, in which no weight changes and no adapter comes or goes. Results are the
-    same to the bit. Another adapter that is switched on meanwhile is cast in its first pass, layer by layer.
+    It is meant for passes between two optimizer steps: in the block no weight may change, and no adapter may be added
+    or removed. Results are the same to the bit. Another adapter that is switched on in the block is cast in its first
+    pass, layer by layer.
     """
     switch = switch_of(model)
     outer_stacks = switch.stacks
@@ -81,7 +82,7 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _cast_together(model_stacks: Sequence[Stack], dtype: torch.dtype) -> None:
-    """Casts the adapters of all stacks in one operation; not those with dropout, whose layers are run one by one."""
+    """Casts the adapters of all stacks in one operation, except those with dropout, whose layers are run one by one."""
     weights: list[Tensor] = []
     casts: list[Tensor] = []
     for stack in model_stacks:
@@ -192,9 +193,9 @@ def save_adapter(
     fingerprint: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes an adapter in PEFT's format, in `dtype` or as it is. `base_model` is the folder or hub id it belongs to.
+    """Writes an adapter in PEFT's format, in `dtype` or as it is. `base_model` is the folder or hub id of its base.
 
-    The base's fingerprint, if it has one, goes into the metadata of the weights, which PEFT ignores.
+    The `fingerprint` of the base, if there is one, goes into the metadata of the weights, which PEFT ignores.
     """
     config = switch_of(model).configs[name]
     folder = Path(folder)
@@ -233,7 +234,8 @@ def load_adapter(
 ) -> None:
     """Reads an adapter in PEFT's format from a folder, or from the `adapter/` of a run folder; does not switch it on.
 
-    Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
+    Raises R3LiteError, naming the key or the tensor, if the adapter uses a feature that r3lite lacks or does not fit
+    the model.
     """
     folder = adapter_folder(folder)
     record = read_record(folder / ADAPTER_CONFIG, REMEDY)
@@ -283,10 +285,11 @@ def add_mean(
     name: str,
     members: Sequence[str],
 ) -> None:
-    """Adds the mean of several adapters as one, frozen: to a layer it adds the mean of what they add.
+    """Adds one frozen adapter, the mean of several: to a layer it adds the mean of what they add.
 
     The mean of s_i B_i A_i over n adapters is s B A with A = [A_1; A_2; ...] and B = [B_1 s_1, B_2 s_2, ...] / (n s),
-    so ranks add up. Where some of them have no target, their part is zero. Its dropout is 0. It is not switched on.
+    so its rank is the sum of theirs. In a layer that an adapter does not have, the adapter's part is zero. The mean has
+    no dropout, and is not switched on.
     """
     configs = [switch_of(model).configs[member] for member in members]
     parameters = [adapter_parameters(model, member) for member in members]
@@ -313,7 +316,7 @@ def add_mean(
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
-    """Returns shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has none."""
+    """Returns shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None without one."""
     folder = adapter_folder(folder)
     if not (folder / ADAPTER_CONFIG).exists():
         return None
@@ -353,9 +356,9 @@ def _check_supported(record: Record) -> None:
 
 
 def _named_targets(record: Record) -> tuple[str, ...]:
-    """Returns the names in `target_modules`: none if it is one text, a pattern that PEFT compares with paths of layers.
+    """Returns the names in `target_modules`; none if it is one text: a pattern of paths for PEFT.
 
-    PEFT takes an adapter that has none in silence, and its logits are wrong.
+    Raises R3LiteError for an empty list: PEFT accepts such an adapter in silence, and its logits are wrong.
     """
     if isinstance(record.values.get("target_modules"), str):
         return ()
@@ -368,7 +371,8 @@ def _named_targets(record: Record) -> tuple[str, ...]:
 def _parse_config(record: Record, tensors: Iterable[str]) -> LoraConfig:
     """Reads shape and scale from an `adapter_config.json`, the projections from the names of the adapter's tensors.
 
-    PEFT has many ways to name layers: names, whole paths, a pattern, numbers of layers, names of others.
+    The config is not asked for the projections, because PEFT names layers in many ways: by names, whole paths, a
+    pattern, numbers of layers, or names of layers to leave out.
     """
     dropout = record.number("lora_dropout", 0.0, low=0)
     if dropout >= 1:
@@ -388,7 +392,7 @@ def _check_layers(
     model: nn.Module,
     tensors: Iterable[str],
 ) -> None:
-    """Raises R3LiteError if `target_modules` names a layer of the model that no tensor adapts, as of a cut file."""
+    """Raises R3LiteError if `target_modules` names layers of the model but no tensor adapts them, as in a cut file."""
     if record.values.get("exclude_modules") or record.values.get("layers_to_transform"):
         return  # the adapter may leave out a layer that is named
     adapted = {_path_of(key) for key in tensors}

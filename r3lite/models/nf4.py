@@ -2,10 +2,11 @@
 
 Owns the arithmetic of the format and its layout on disk; knows nothing of model folders or adapters.
 
-A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is its largest magnitude (absmax) times 64 of
-the 16 code points, two codes a byte. The absmax values are quantized as well ("double quantization"): less the mean of
-them all, in groups of 256, to whole numbers in [-127, 127] times one fp32 scale a group. (The paper uses an 8-bit
-float. Centred absmax values lie within a few standard deviations, so evenly spaced steps are as accurate.)
+A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is stored as its largest magnitude (absmax) and
+64 codes, two a byte; each number is the absmax times one of the 16 code points. The absmax values are quantized as well
+("double quantization"): their mean is subtracted, and each group of 256 becomes whole numbers in [-127, 127] times one
+fp32 scale. (The paper uses an 8-bit float. Centred absmax values lie within a few standard deviations, so evenly spaced
+steps are as accurate.)
 A weight takes 1/2 + 1/64 + 8/16384 = 0.516 bytes.
 
 In a model folder, `config.json` has LAYOUT as its `quantization_config`, and each linear of the layers has in place of
@@ -45,11 +46,11 @@ class Nf4Weight:
     """A weight [out, in] in NF4."""
 
     codes: Tensor  # uint8 [out, in / 2]; the first weight of a pair is in the high four bits
-    # int8 [groups, 256]: of the blocks row by row, the last group filled up with zeros. In fp32, with scales of 1 and a
-    # mean of 0, if the weight is of another program's file (bitsandbytes_weights.py).
+    # int8 [groups, 256]: one number a block, row by row; the last group is filled up with zeros. It is fp32, with
+    # scales of 1 and a mean of 0, if the weight is from another program's file (bitsandbytes_weights.py).
     absmax: Tensor
     absmax_scale: Tensor  # fp32 [groups]
-    absmax_mean: Tensor  # fp32 [groups], the same number for all, so that weights of several means can be stacked
+    absmax_mean: Tensor  # fp32 [groups], the same number in each, so that weights with different means can be stacked
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,10 +64,10 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """Counts of what the layers of a folder in NF4 have that `quantize` does not make."""
+    """Counts what `quantize` never makes, but layers of a folder in NF4 have."""
 
-    dense_weights: int = 0  # that are not in NF4
-    fp32_blocks: int = 0  # whose absmax is in fp32
+    dense_weights: int = 0  # weights that are not in NF4
+    fp32_blocks: int = 0  # blocks whose absmax is in fp32
 
 
 @torch.no_grad()
@@ -132,8 +133,8 @@ def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
 
     On a CPU they are computed in fp32, rounded once, a tile at a time, so that temporaries stay in the cache. On other
     devices all are converted at once, because starting a kernel costs more; there a code point is rounded to fp16
-    first if the weights are to be in half precision. Weights that lie one after another in memory take no more
-    operations than one.
+    first if the weights are to be in half precision. Several weights that lie one after another in memory take no more
+    operations than a single weight.
     """
     codes = side_by_side([weight.codes for weight in weights])  # [rows, in / 2]
     absmax = _absmax(weights)  # [blocks]
@@ -170,9 +171,9 @@ def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
 
 
 def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
-    """Returns weights [n, in], one below the other, as one [sum of n, in].
+    """Returns weights [n, in], one below the other, as a list with one weight [sum of n, in].
 
-    They are returned one by one if a group of absmax of theirs is filled up: what it is filled with is no absmax.
+    The list has the weights as they are if the last absmax group of any is filled up: the filling is no absmax.
     """
     if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
         return list(weights)
@@ -199,8 +200,8 @@ def dense_blocks(
 ) -> Tensor:
     """Returns a weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
 
-    The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it: each number by itself
-    is a function of its byte and of its block, and nothing is laid side by side.
+    They are the numbers of `dequantize` up to rounding. A compiler can make one kernel of this code: each number
+    depends on its byte and its block alone, and nothing is laid side by side.
     """
     codes = weight.codes.view(-1, BLOCK // 2, 1)  # [blocks, 32, 1]
     absmax = _absmax_of_one(weight)[:, None]
@@ -218,9 +219,9 @@ def code_points(device: torch.device) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the two code points in `dtype` of each of the 256 bytes, as one integer each, [256].
+    """Returns [256] integers: the bits of the two code points in `dtype` of each byte, as one integer.
 
-    Selecting these takes a third of the time of selecting rows of two.
+    Selecting integers takes a third of the time of selecting rows of two code points.
     """
     # This runs in a layer, where the host must not wait for the device.
     points = torch.tensor(POINTS, dtype=dtype).to(device, non_blocking=True)

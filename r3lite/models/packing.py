@@ -1,8 +1,8 @@
-"""Rows of tokens laid end to end in one: none is padded, and a prefix that several rows share is computed once.
+"""Packs: rows of tokens laid end to end without padding, where a prefix that several rows share is computed once.
 
-A pack's rows form a tree. A segment is a stretch of tokens that some rows have in common; its tokens attend to those
-before them in it and to the segments on the way to the root. Hidden states, and so gradients, are those of the rows by
-themselves, because no token attends to what comes after it. Knows nothing of losses.
+A pack's rows form a tree. A segment is a stretch of tokens that some rows have in common; a token attends to the tokens
+before it in its segment and to the segments on the way to the root. Hidden states, and so gradients, are those of the
+rows by themselves, because no token attends to what comes after it. Knows nothing of losses.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Segment:
     """One of a pack's segments, which together are its N tokens in order."""
 
     size: int  # tokens
-    ancestors: tuple[int, ...]  # the segments on the way from the root, by their numbers; the last comes just before
+    ancestors: tuple[int, ...]  # the numbers of the segments on the way from the root to this one, the nearest last
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pack:
             depth: int,
             path: tuple[int, ...],
         ) -> None:
-            """Lays out rows first .. last - 1 in order, which share `depth` tokens, those of the segments `path`."""
+            """Lays out rows first .. last - 1 of `order`, whose first `depth` tokens are in the segments `path`."""
             row = rows[order[first]]
             end = min(shared[first + 1 : last], default=len(row))
             if end > depth:
@@ -68,6 +68,7 @@ class Pack:
             if last == first + 1:
                 places[order[first]] = [place for number in path for place in spans[number]]
                 return
+            # A branch begins at each row that has no more than `end` tokens in common with the row before it.
             branches = [i for i in range(first + 1, last) if shared[i] == end]
             for branch_first, branch_last in pairwise([first, *branches, last]):
                 lay_out(branch_first, branch_last, depth=end, path=path)
@@ -76,7 +77,7 @@ class Pack:
             lay_out(0, len(rows), depth=0, path=())
         stretches = [(positions[span.start], len(span)) for span in spans]
         segments = [Segment(size=len(span), ancestors=path) for span, path in zip(spans, ancestors, strict=True)]
-        # From the host without waiting for what the device is still doing.
+        # Copied from the host without waiting for what the device is still doing.
         positions_on_device = torch.tensor([positions]).to(device, non_blocking=True)
         return Pack(
             tokens=torch.tensor([tokens]),
@@ -131,7 +132,7 @@ class Pack:
 
     @cached_property
     def plan(self) -> ChunkPlan:
-        """How a gated delta rule runs the segments: each goes on from the state at the end of the one before it."""
+        """How a gated delta rule runs the segments: each starts from the state at the end of its nearest ancestor."""
         parents = [segment.ancestors[-1] if segment.ancestors else None for segment in self.segments]
         return ChunkPlan([segment.size for segment in self.segments], parents, self.positions.device)
 
@@ -146,10 +147,10 @@ class Pack:
         return out[None]
 
     def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
-        """Returns the tokens [n] that the rows' masks select, after the places [n] of the states that predict them.
+        """Returns the places [n] of the states that predict the tokens that the rows' masks select, and these tokens.
 
-        They are in the order of rows and tokens. A row's first token is left out: no state comes before it. A token
-        that several rows share comes once for each row whose mask selects it.
+        Both are [n], in the order of rows and tokens. A row's first token is left out: no state comes before it. A
+        token that several rows share comes once for each row whose mask selects it.
         """
         ids = self.tokens[0].tolist()
         pairs = []
@@ -177,7 +178,8 @@ def states_before(
 def states_at(hidden: Tensor, places: Tensor) -> Tensor:
     """Returns the states [n, C] at `places` [n] of a pack's `hidden` [1, N, C]; a place may come several times."""
     # Not hidden[0, places]: several CPU threads add up the gradient of indexing in the order in which they come to it,
-    # so that two equal runs would differ in the last digits. An embedding's has a fixed order, and is faster.
+    # so that two equal runs would differ in the last digits. The gradient of an embedding is added up in a fixed order,
+    # and faster.
     return F.embedding(places, hidden[0])
 
 

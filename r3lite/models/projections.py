@@ -22,8 +22,8 @@ from r3lite.models.nf4 import Nf4Weight, dequantize
 from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Layers of some families that are one or several of these; PEFT knows them by these names. A short convolution
-# (models/lfm2.py) and a gated delta rule (models/qwen3_5.py) read and write like an attention.
+# Layers of some families, by the names that PEFT uses, and which of PROJECTIONS each of them stands for. A short
+# convolution (models/lfm2.py) and a gated delta rule (models/qwen3_5.py) read and write like an attention.
 ALIASES = {
     "input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",),
     "in_proj": ("q_proj", "k_proj", "v_proj"), "out_proj": ("o_proj",),
@@ -39,9 +39,9 @@ FEW_ROWS = 8
 
 
 def of_model(targets: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of a model's `names` of layers that are a target, or have one as a part, in the order of ADAPTED.
+    """Returns the `names` of a model's layers that are a target, or stand for one, in the order of ADAPTED.
 
-    What it returns are targets that mean the same layers.
+    Used as targets, the result means the same layers of the model.
     """
     wanted = set(targets)
     present = set(names)
@@ -70,8 +70,8 @@ class LoraConfig:
 class Switch:
     """The configs of a model's adapters and the name of the one that is on; all LoRA layers of the model share it.
 
-    While nothing but the switch changes what layers multiply by, as within lora.cast_once, `stacks` has their stacks by
-    the layers, the adapter that is on and whether the layers train.
+    Within lora.cast_once, where only the switch changes what layers multiply by, `stacks` keeps their stacks; a key has
+    the layers, the adapter that is on and whether the layers train. Elsewhere it is None.
     """
 
     configs: dict[str, LoraConfig] = field(default_factory=dict)
@@ -170,13 +170,15 @@ class LoraLinear(nn.Module):
 class Stack:
     """Linear layers that read the same x, and the adapter that is on: `project` multiplies by their weights.
 
-    Making one takes tens of microseconds, so those of a pass are kept for the next one where that is safe, see Switch.
+    Making a stack takes tens of microseconds, so the stacks of a pass are kept for the next pass where that is safe,
+    see Switch.
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.bases = []
         self.on: list[ActiveAdapter] = []
-        # Of each adapter that is on: it, its columns of the output, and its columns of all A x side by side.
+        # For each layer with the adapter: its weights, the layer's columns of the output, and its columns of the A x of
+        # all layers, side by side.
         self.places: list[tuple[ActiveAdapter, slice, slice]] = []
         column = 0
         rank = 0
@@ -217,14 +219,14 @@ class Stack:
         return [weight for adapter in self.on for weight in (adapter.A, adapter.B)]
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [sum of out, in]. One in NF4 is dequantized, which costs less memory than keeping it."""
+        """Returns the weight [sum of out, in]; in NF4 it is dequantized by each call, which saves memory."""
         if self._dense is None:
             return _weight(self.bases, dtype)
         return self._dense.to(dtype)
 
     @cached_property
     def _dense(self) -> Tensor | None:
-        """The weights, if they lie one after another in memory."""
+        """The weights as one, if none is in NF4 and they lie one after another in memory."""
         weights = [base.weight for base in self.bases]
         if any(isinstance(weight, Nf4Weight) for weight in weights):
             return None
@@ -254,11 +256,11 @@ def project(
     """Returns the outputs of linear layers for the same x [..., in], side by side: [..., sum of out].
 
     A layer is an nn.Linear, an Nf4Linear, or a LoraLinear of one of them. The products of an adapter are in the dtype
-    of the base's, or in fp32 for a few half-precision rows on a CPU without gradients. A `residual` [..., sum of out]
-    is added to the outputs.
+    of the base's product, or in fp32 for a few half-precision rows on a CPU without gradients. A `residual`
+    [..., sum of out] is added to the outputs.
     """
     stack = Stack.of(layers)
-    if stack.dropout and len(layers) > 1:  # each of them drops other numbers of x
+    if stack.dropout and len(layers) > 1:  # each layer drops other numbers of x
         assert residual is None
         return torch.cat([project([layer], x) for layer in layers], dim=-1)
     rows = x.flatten(0, -2)  # [N, in]
@@ -379,7 +381,8 @@ class _Projected(torch.autograd.Function):
             for B, (adapter, columns, ranks) in zip(Bs, places, strict=True):
                 _product(grad[:, columns], B, scale=adapter.scale, out=grad_low[:, ranks])
             if weights[0].requires_grad:
-                # Each in one tensor, so that they become fp32 in one operation. All have one r: it is one adapter.
+                # The gradients of all A are one tensor, and those of all B, so that each becomes fp32 in one operation.
+                # All have the same r, because they belong to one adapter.
                 out_sizes = [len(B) for B in Bs]
                 grad_A = (grad_low.t() @ adapter_x).to(weights[0].dtype)  # [sum of r, in]
                 grad_B = grad.new_empty(sum(out_sizes), Bs[0].shape[1])  # [sum of out, r]

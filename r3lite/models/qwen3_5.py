@@ -1,6 +1,7 @@
 """What Qwen3.5 (`qwen3_5_text`) has of its own: layers with the gated delta rule, attention with gates, its config.
 
-Three layers of four have no keys and values of all tokens, but a state (models/gated_delta.py) and a short convolution.
+In three layers of four a state (models/gated_delta.py) and a short convolution stand in place of the keys and values of
+all tokens.
 """
 
 from dataclasses import replace
@@ -20,14 +21,14 @@ from r3lite.models.projections import project
 from r3lite.models.rotary import Rope
 
 LINEAR = "linear_attention"
-# What a config.json need not say.
+# The values of keys that a config.json may leave out.
 SIZES = {
     "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
     "num_attention_heads": 16, "num_key_value_heads": 4,
 }  # fmt: skip
 HEAD_DIM = 256
 INTERVAL = 4  # every fourth layer has attention
-ROTARY_SHARE = 0.25  # of a head, that has positions
+ROTARY_SHARE = 0.25  # the part of a head that has positions
 KERNEL = 4  # tokens that the convolution sees
 MAX_TAPS = 16
 KEY_HEADS = 16
@@ -145,7 +146,7 @@ class Qwen35Layer(Layer):
 
 
 def qwen3_5_text(record: Record, config: ModelConfig) -> ModelConfig:
-    """Returns the config with the kinds of its layers: `layer_types`, or every fourth with attention."""
+    """Returns the config with the kinds of its layers, by `layer_types` or else by `full_attention_interval`."""
     if not record.flag("attn_output_gate", True):
         raise unsupported(record, "attn_output_gate is false", "Only true is supported.")
     layers = config.num_hidden_layers

@@ -20,7 +20,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """The frequency scaling of `rope_type` linear: all are divided by `factor` (arXiv 2306.15595)."""
+    """The frequency scaling of `rope_type` linear: all frequencies are divided by `factor` (arXiv 2306.15595)."""
 
     factor: float
 
@@ -31,7 +31,7 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | LinearScaling | None = None
-    dims: int | None = None  # that have positions, the first ones of a head; None: all
+    dims: int | None = None  # how many numbers of a head have positions, the first ones; None: all
 
 
 def rotary_divisors(head_dim: int, theta: float) -> Tensor:
@@ -40,7 +40,7 @@ def rotary_divisors(head_dim: int, theta: float) -> Tensor:
 
 
 def divisor_factors(divisors: Tensor, scaling: RopeScaling | LinearScaling) -> Tensor:
-    """Returns the factors [D/2] of the divisors, of which all are the same if the scaling is linear.
+    """Returns the factors [D/2] of the divisors; all are the same if the scaling is linear.
 
     In Llama 3.1 (arXiv 2407.21783, section 3.4.2; `rope_type` llama3) a pair that turns more than `high_freq_factor`
     times within the original length keeps its frequency, one that turns less than `low_freq_factor` times has it
@@ -77,8 +77,8 @@ def rotary_angles(
     """Returns cosines and sines [B, T, 1, D] of positions [B, T] (arXiv 2104.09864), for functions.rotate_.
 
     The angles are computed in fp32, the results are in `dtype`. In the first half of a head the sines are negated, see
-    `_head_divisors`. D is that of a head, or the rope's `dims`. Both are None for a layer whose queries and keys are
-    not rotated.
+    `_head_divisors`. D is the size of a head, or the rope's `dims`. Both results are None for a layer whose queries and
+    keys are not rotated.
     """
     if rope is None:
         return None, None

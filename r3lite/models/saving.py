@@ -1,4 +1,4 @@
-"""Model folders, written: merged, or in NF4. `weights` reads them."""
+"""Writes model folders, merged or in NF4; `weights` reads them."""
 
 import os
 import shutil
@@ -45,9 +45,9 @@ def save_merged(
 
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
     are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
-    are several files, of at most `max_shard` bytes unless one tensor is larger. `changes` has by file name the keys of
-    a JSON file that are others than in the source, or all of a text file. The folder appears whole or not at all.
-    Raises R3LiteError if it exists and is not empty.
+    are several files, of at most `max_shard` bytes unless one tensor is larger. `changes` has, by file name, the keys
+    of a JSON file that differ from the source's, or the whole text of a text file. The folder appears whole or not at
+    all. Raises R3LiteError if the folder exists and is not empty.
     """
     dtype_key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
     dtype = str(model.head_weight.dtype).removeprefix("torch.")
@@ -117,7 +117,7 @@ def _write_folder(
 ) -> None:
     """Writes a model folder: the source's files with `changes` (see `save_merged`), and what `write` puts there.
 
-    `config.json` loses the source's quantization, and its tied head if the model has another one.
+    `config.json` loses the source's quantization, and names the head untied if the model has one of its own.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise R3LiteError(f"{out} already exists", "Pass a new folder for the checkpoint.", code="output-exists")
@@ -140,11 +140,11 @@ def _write_folder(
             if (source / name).is_file():
                 values = read_record(source / name, SOURCE.format(name)).values
             changed_values = (config if name == CONFIG else values) | change
-            if changed_values != values:  # or the file stays as it is, byte for byte
+            if changed_values != values:  # otherwise the copy stays as it is, byte for byte
                 write_json(temporary / name, changed_values)
         write(temporary)
         if out.exists():
-            out.rmdir()  # empty; Windows renames onto nothing
+            out.rmdir()  # it is empty; Windows does not rename onto an existing folder
         move(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -45,7 +45,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def stacks(paths: Iterable[str]) -> list[list[str]]:
-    """Groups paths of layers: those of one parent are together that are in one of STACKS."""
+    """Groups the paths of layers: layers of one parent are together if one of STACKS has them."""
     by_stack: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
@@ -66,9 +66,9 @@ def stacked(
 
 
 class StackMemory:
-    """Memory for the tensors of a model, by name; those of one of STACKS lie one after another.
+    """Memory for the tensors of a model, by name; tensors of layers that one of STACKS has lie one after another.
 
-    It is allocated when it is first asked for, so that never much more is held than what has been read.
+    A tensor's memory is allocated when it is first asked for, so that never much more is held than has been read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StackMemory:
         self.dtype = dtype
         self.device = device
         self.allocated: dict[str, Tensor] = {}
-        self.stack_names: dict[str, list[str]] = {}  # the names of one stack, by each of them
+        self.stack_names: dict[str, list[str]] = {}  # for each name, all names of its stack
         paths_by_kind = defaultdict(list)  # a kind is the last part of a name, such as weight or bias
         for name in tensors:
             path, _, kind = name.rpartition(".")

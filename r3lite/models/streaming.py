@@ -1,10 +1,11 @@
 """Layers that wait in the host's memory: each is copied to the device while the one before it computes.
 
 The device holds two layers, the even ones in one piece of memory and the odd ones in another, so that each tensor of a
-layer keeps its place. A copy runs on a stream of its own, as soon as the layer that was in its place is done. At the
-turn from a forward pass to its backward pass the last two layers stay, at the end of that the first two, so that no
-layer is copied twice in a pass. An embedding that is not the head, too, waits in the host's memory, where rows of it
-are looked up. On a CPU the copies are plain ones: nothing is saved there, and results are the same to the bit.
+layer keeps its place. Copies run on a stream of their own; a copy begins as soon as the layer that was in its place is
+done. The last two layers stay on the device between a forward pass and its backward pass, and the first two after the
+backward pass, so that no layer is copied twice in a pass. An embedding that is not the head waits in the host's memory,
+too; its rows are looked up there. On a CPU the copies are plain ones: they save no memory, and results are the same to
+the bit.
 """
 
 import re
@@ -26,7 +27,7 @@ ALIGNED = 512  # bytes: where tensors of a layer begin
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of a layer that lie one after another, and where in the layer's memory."""
+    """Tensors of a layer that lie one after another, and their place in the layer's memory."""
 
     names: list[str]
     shapes: list[Sequence[int]]
@@ -47,9 +48,10 @@ class Piece:
 
 
 class HostLayers(StackMemory):
-    """Memory for the tensors of a model, of which the layers and an embedding that is not the head are on the host.
+    """Memory for the tensors of a model: the layers, and an embedding that is not the head, are on the host.
 
-    It is pinned for a CUDA device if the system allows it; WSL and containers may refuse, and then copies are slower.
+    The layers' memory is pinned for a CUDA device if the system allows it; WSL and containers may refuse, and then
+    copies are slower.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class HostLayers(StackMemory):
 
 
 def _as_host_memory(tensor: Tensor) -> Tensor:
-    """Marks a tensor as the host's, which devices.live_tensors then counts as such on a CPU, too; returns it."""
+    """Returns a tensor, marked as the host's part: devices.live_tensors counts it apart, also where all is on a CPU."""
     tensor.untyped_storage().is_host_part = True
     return tensor
 
@@ -131,9 +133,9 @@ class LayerStream:
                 place.record_stream(self.stream)
 
     def attach(self, model: nn.Module) -> None:
-        """From now on the tensors of the model's layers are those on its device, where two layers take turns.
-
-        They must be run by models.activation_checkpointing, which has each copied in time and keeps no activations.
+        """Makes the tensors of all layers views of the two places on the device, in which the layers take turns.
+        From then on models.activation_checkpointing must run the layers: it has each copied in time and keeps no
+        activations.
         """
         for layer, pieces in self.pieces.items():
             for piece in pieces:
@@ -145,9 +147,9 @@ class LayerStream:
                     setattr(module, attribute, tensor)
 
     def enter(self, layer: int, next_layer: int | None) -> None:
-        """Call it before a layer computes: it is on the device for what is queued next, until the next call.
+        """Brings a layer to the device before it computes; it stays there for what is queued before the next call.
 
-        `next_layer` computes after it, if that is known; its copy is begun.
+        The copy of `next_layer`, the layer that computes next if that is known, is begun, unless both have one place.
         """
         self._bring(layer)
         if self.stream is not None:
@@ -180,7 +182,7 @@ class LayerStream:
         return x.to(self.device, non_blocking=True)
 
     def _bring(self, layer: int) -> None:
-        """Begins to copy a layer to its place, unless it is there: after what is queued, which may use the place."""
+        """Begins to copy a layer to its place, unless it is there; the copy waits for what is queued on the device."""
         if self.layer_in[layer % 2] == layer:
             return
         self.layer_in[layer % 2] = layer

@@ -37,7 +37,7 @@ def indexed_files(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufTensors]:
-    """Opens a file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
+    """Opens a file to read its tensors one by one within the `with` block; raises R3LiteError if that fails."""
     check_regular(path, remedy)  # safetensors would wait for a pipe for ever
     try:
         if Path(path).name == GGUF_POINTER:
@@ -80,7 +80,7 @@ def write_tensors(
 
 
 def _sort_metadata(path: Path) -> None:
-    """Puts a file's metadata, which safetensors writes in random order, in the order of their names."""
+    """Sorts a file's metadata, which safetensors writes in random order, by their names."""
     with open(path, "rb+") as file:
         size = int.from_bytes(file.read(8), "little")
         header = parse(file.read(size).decode())

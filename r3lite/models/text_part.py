@@ -2,7 +2,7 @@
 
 The rest of its folder is left out.
 
-Its config and its tensors are read as if the folder were one of the text model alone, which exports are. Only adapters
+The config and the tensors are read as if the folder held the text model alone, as exported folders do. Only adapters
 are written for the whole model, under the names that PEFT gives its layers.
 """
 
@@ -12,22 +12,22 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-# model_type of the whole: that of the text part, and the class of transformers.
+# By the model_type of the whole model: the model_type of its text part, and the text part's class in transformers.
 TEXT_TYPES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
 }
-# Keys of the whole that hold for its text part, too, if that has none of its own; and one that holds in any case,
-# because the head is the whole's.
+# Keys of the whole model's config that also hold for its text part, unless the text part has the key itself; and TIED,
+# which holds in any case, because the head belongs to the whole model.
 SHARED_KEYS = ("quantization_config", "dtype", "torch_dtype")
 TIED = "tie_word_embeddings"
-# Names in a folder, by transformers 4 or 5, up to where those of the text model go on.
+# What names of tensors in a folder begin with, by transformers 4 or 5, and what they begin with in the text model.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
-# Other parts: of Qwen3.5 also layers that predict several tokens at once.
+# The parts that are left out: in Qwen3.5 also layers that predict several tokens at once (`mtp`).
 OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 ADAPTER = "base_model.model.model."  # what the names of an adapter's tensors begin with
 TEXT_ADAPTER = "base_model.model.model.language_model."
-NO_ADAPTER = r".*(vision_tower|multi_modal_projector|visual).*"  # some of whose layers have the names of projections
+NO_ADAPTER = r".*(vision_tower|multi_modal_projector|visual).*"  # parts in which layers may be named like projections
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:

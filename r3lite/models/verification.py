@@ -1,7 +1,7 @@
 """The attention context of a pass over drafts: several more tokens in each of the first rows of a KV cache.
 
-A `Decode` gives each row one token, a `Prefill` gives rows many. Here they get a few each, and not all the same number:
-linear layers see them laid end to end, so that no row is padded, and attention sees all rows at once.
+A `Decode` gives each row one token, a `Prefill` gives rows many. Here each row gets a few tokens, not all rows the same
+number: linear layers see the tokens laid end to end, so that no row is padded, and attention sees all rows at once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from r3lite.models.kv_cache import CachePass, KVCache
 class Verification(CachePass):
     """N tokens laid end to end, some for each of the rows 0 .. B-1 of a cache; the context of a pass over ids [1, N].
 
-    The rows' lengths count all of them from now on. `KVCache.truncate` takes back those that were not confirmed.
+    The lengths of the cache's rows then count all N tokens. `KVCache.truncate` takes back those that are not confirmed.
     """
 
     drafts = True
@@ -37,7 +37,8 @@ class Verification(CachePass):
         tokens: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        padded: list[list[int]] = []  # of each row the places of its tokens among all N, filled up by the first
+        # For each row, the places of its tokens among all N, filled up with the place of its first token.
+        padded: list[list[int]] = []
         for row, (start, addition) in enumerate(zip(starts, additions, strict=True)):
             first = len(tokens)
             last = first + len(addition)
@@ -50,7 +51,7 @@ class Verification(CachePass):
         numbers = torch.tensor([rows, positions]).to(cache.device, non_blocking=True)
         self.rows, self.positions = numbers[:1], numbers[1:]  # [1, N]
         self.padded: Tensor | None = None  # [B, T]; None if all rows have T tokens
-        self.unpadded: Tensor | None = None  # [B, T], bool: what is no padding
+        self.unpadded: Tensor | None = None  # [B, T], bool: True for tokens, False for padding
         if len(tokens) < self.row_count * self.longest:
             self.padded = torch.tensor(padded).to(cache.device, non_blocking=True)
             columns = torch.arange(self.longest)

@@ -53,12 +53,12 @@ def opened(path: Path) -> Iterator[safe_open | GgufTensors | TextTensors]:
 
 
 def resolve_folder(model: str) -> Path:
-    """Returns the folder of a model: of `tiny` (shipped), a folder, a GGUF file, or a hub id (downloaded)."""
+    """Returns the folder of a model that is `tiny` (shipped), a folder, a GGUF file, or a hub id (downloaded)."""
     if model == "tiny":
         return shipped("checkpoints", "tiny")
-    folder = Path(os.path.expanduser(model))  # which leaves ~name of nobody here as it is
+    folder = Path(os.path.expanduser(model))  # ~name stays as it is if no user has that name
     if folder.is_dir():
-        trained = folder / "model"  # of sft --no-lora
+        trained = folder / "model"  # written by sft --no-lora
         if trained.is_dir() and not (folder / "config.json").exists():
             raise R3LiteError(f"{folder} is a run folder", f"Pass --model {trained}.", code="run-not-model")
         return folder
@@ -74,7 +74,7 @@ def resolve_folder(model: str) -> Path:
 
 
 def public_name(model: str) -> tuple[str, bool]:
-    """Returns the name of a --model that may be published, of a path only its last part, and whether it is a hub id."""
+    """Returns the name of a --model that may be published, only the last part of a path; and whether it is a hub id."""
     path = Path(os.path.expanduser(model))
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.is_dir():
         return model, True
@@ -84,9 +84,9 @@ def public_name(model: str) -> tuple[str, bool]:
 def fingerprint(folder: str | Path) -> str | None:
     """Returns a digest of a folder's base: of its sizes and of the first rows of every tensor as fp32 numbers.
 
-    It does not depend on the precision that a run loads the base in, and a copy of the same numbers in a wider type
-    has the same. A merged or rounded copy is another base, and so is a folder of bitsandbytes, of which the stored
-    numbers are read. A folder of `save_nf4` has that of its source, or None if it was written before fingerprints were.
+    The digest does not depend on the precision that a run loads the base in, and a copy of the same numbers in a wider
+    type has the same digest. A merged or rounded copy is another base, and so is a folder of bitsandbytes, because its
+    stored numbers are read. A folder of `save_nf4` has the digest of its source, or None if it has none recorded.
     """
     folder = Path(folder)
     if quant_method(folder) == nf4.METHOD:
@@ -115,9 +115,10 @@ def fingerprint(folder: str | Path) -> str | None:
 
 
 def model_config(folder: str | Path) -> ModelConfig:
-    """Returns the sizes of `config.json`; if embedding and head are tied there and the weights differ, untied.
+    """Returns the config of a folder; it is untied if the folder has a head that differs from the embedding.
 
-    transformers computes with that head, too. One that equals the embedding, as old exporters wrote, is not needed.
+    This holds even if `config.json` says that they are tied: transformers computes with such a head, too. A head that
+    equals the embedding, as old exporters wrote, is not needed.
     """
     config = read_config(folder)
     places = tensor_places(Path(folder))
@@ -149,11 +150,11 @@ def load_model(
 ) -> CausalLM:
     """Loads the model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
-    With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
-    bitsandbytes those that it has in NF4. Tensors are read, and quantized, one by one into a model that has no memory
-    of its own yet, so that beside the finished weights only one tensor is in memory at a time. With `streamed` the
-    layers stay in the host's memory, and `model.layer_stream.attach` must follow. Raises R3LiteError naming a tensor
-    that is missing, unexpected or of the wrong shape or type.
+    With `quantize` the linears of the layers are in NF4. In a folder of `save_nf4` they are in NF4 anyway; a folder of
+    bitsandbytes keeps in NF4 those that it has in NF4, whatever `quantize` is. Tensors are read, and quantized, one by
+    one into a model that has no memory of its own yet, so that beside the finished weights only one tensor is in memory
+    at a time. With `streamed` the layers stay in the host's memory, and `model.layer_stream.attach` must follow. Raises
+    R3LiteError naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
     config = model_config(folder)
@@ -240,7 +241,8 @@ def _make_nf4(
 def _file_batches(names: Iterable[str], places: dict[str, Path]) -> list[tuple[Path, list[str]]]:
     """Returns which tensors are read while which file is open.
 
-    A file is closed now and then: until then, what was read of a mapped one counts as the process's memory.
+    A file is closed after at most OPENED_FOR tensors, because what was read of a mapped file counts as the process's
+    memory until the file is closed. A GGUF file stays open.
     """
     batches = defaultdict(list)
     for number, name in enumerate(names):
@@ -255,7 +257,7 @@ def _fill(
     value: Tensor,
     memory: StackMemory,
 ) -> None:
-    """Gives the model a tensor that is in its place in memory."""
+    """Copies a value to its place in memory, and puts the tensor there into the model."""
     tensor = memory[name].copy_(value)
     if isinstance(memory.tensors[name], nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
@@ -347,7 +349,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _is_surplus(name: str, tied: bool) -> bool:
-    """Returns True for a tensor that is not needed: some exporters write computed ones, and a head that is tied."""
+    """Returns True for a tensor that is not needed: some exporters write computed tensors, or a head that is tied."""
     return bool(COMPUTED.fullmatch(name)) or (tied and name == HEAD)
 
 

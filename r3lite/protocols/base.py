@@ -12,7 +12,7 @@ from r3lite.core.answer_match import split_words, stands_in
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
-TURN_CUT_OFF = "cut_off"  # of a step; an episode that ends with it has the same name in `finish`
+TURN_CUT_OFF = "cut_off"  # a fault of a step; `finish` of an episode that ends with it has the same name
 ANSWER_WAS_FORCED = "answer_was_forced"
 NO_ROOM = "no_room"
 COPIED_EXAMPLE = "copied_example"
@@ -69,7 +69,8 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
 def new_queries(steps: Sequence[Step]) -> list[int]:
     """Returns for each step of an episode how many of its queries ask something that no query before them has asked.
 
-    Blank queries are none. A step may have several; if it is marked as repeating a query, at least one is not new.
+    Blank queries do not count. A step may have several queries. Only a step with the fault REPEATED_QUERY is compared
+    with the steps before it; at least one of its queries is then taken as not new.
     """
     counts = []
     for number, step in enumerate(steps):
@@ -160,9 +161,8 @@ class Protocol(ABC):
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Returns the text with the documents of the last of an episode's `steps`; `question` must be `quoted`.
 
-        A protocol that can search needs it.
-
-        Documents are `quoted` here: nothing in one may look like its end or like another document.
+        A protocol that can search overrides this method. It quotes the documents with `quoted`: nothing in a document
+        may look like its end or like another document.
         """
         raise AssertionError("a protocol that searches needs an observation")
 
@@ -180,7 +180,7 @@ class Protocol(ABC):
 
     def heading_after_cut_off(self, text: str, earlier: Sequence[Step]) -> str | None:
         """Returns the text that is appended to a turn that reached its token limit, so that the model writes an answer;
-        None if it has begun to answer, or cannot answer there."""
+        None if the turn has begun to answer, or if no answer can follow it."""
         if self.begins_answer(text):
             return None
         return f"\n{self.answer_heading}"

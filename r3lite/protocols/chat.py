@@ -1,7 +1,7 @@
 """A plain chat, without steps and search: the question is a user turn as it stands, and the model's turn is the answer,
 perhaps after a thought.
 
-No format of --format, as it has no steps. `serve` speaks it in its mode chat.
+It is no value of --format, because it has no steps. `serve` uses it in its mode `chat`.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Chat(Protocol):
     stop_strings = ()
     user_turns = True
     can_search = False
-    # No answer is requested, and none is finished.
+    # No answer is requested, and after a turn that was cut off none is forced.
     answer_request = ""
     answer_heading = ""
 
     def quoted(self, text: str) -> str:
-        return text  # nothing in it could be taken for markup, and its lines are its own
+        return text  # a chat has no markup that a text could imitate, so the text keeps its lines
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         answer = text.strip()

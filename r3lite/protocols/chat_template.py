@@ -17,9 +17,9 @@ ROLES = ("system", "user", "assistant")
 THINK = "<think>"
 THOUGHT_END = "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
-# Tags of transformers around what the assistant wrote, which change nothing of the text.
+# Tags of transformers around what the assistant wrote; they do not change the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-CLOCK = "strftime_now"  # of transformers and llama.cpp: the date in the format of its argument
+CLOCK = "strftime_now"  # a function of transformers and llama.cpp: today's date in the format of its argument
 DAY = date(2024, 7, 26)  # the date of all prompts here: that of Llama 3.2's template if it has no clock
 PLACE = "\ue000"  # stands for a content in a rendered chat; texts have no characters of the private area
 NUMBERED_PLACE = re.compile("\ue000[0-9]+\ue001")
@@ -43,7 +43,8 @@ class ChatTemplate:
         """`tokens` are the special tokens that a template may name, such as `bos_token`; `where`, the file of the
         template, is for errors.
 
-        With a `day`, which its clock says, the template is rendered as it is: as other programs do, which have today's.
+        With a `day` the template is not changed, and its clock says that day: other programs render it like this, with
+        today's date.
         """
         self.source = source
         if day is None:
@@ -138,7 +139,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 def without_clock(source: str) -> str:
     """Returns a template that writes the date of DAY, whatever program renders it, and the same prompt every day.
 
-    It has no clock where it asks whether there is one, and then writes a date of its own, as Llama 3.2's does.
+    Where a template asks whether there is a clock, the answer is no; it then writes a date of its own, as Llama 3.2's.
     """
     source = re.sub(rf"\b{CLOCK} is defined\b", "false", source)
     source = re.sub(rf"\b{CLOCK} is not defined\b", "true", source)

@@ -1,8 +1,8 @@
 """A plan of searches, and then its nodes: `--format dag`.
 
 The first turn of the model is a plan (plan.py). Its nodes are searched level by level, those of a level in one batch.
-The documents are given to the model, which writes the answer of each node in a short turn; those are filled into the
-queries of the next level. After the last level the same turn has the final answer:
+The documents are given to the model, which writes the answers of these nodes in a short turn; the answers are filled
+into the queries of the next level. After the last level the same turn has the final answer:
 
     A: Ann Dahl
     B: Oslo
@@ -53,7 +53,7 @@ class Dag(Protocol):
     system: str | None = None
 
     faults = FAULTS
-    stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
+    stop_strings = (DOCUMENTS,)  # a model that writes this heading would invent the documents
     user_turns = True
     plans = True
     searches_by_graph = True
@@ -120,7 +120,7 @@ class Dag(Protocol):
         return "Write that now, and nothing else."
 
     def first_search(self, question: str) -> Step:
-        """Returns a plan of one node. Braces would be references, and a query of braces alone would be none."""
+        """Returns a plan of one node, whose query has no braces, which would be references; `?` if nothing is left."""
         node = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
         return Step(SearchPlan((node,)).text(), (Search(question, kind=node.kind),))
 
@@ -153,7 +153,7 @@ class Dag(Protocol):
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:
         """Returns the step of a turn that answers nodes.
 
-        It searches the next level or, if there is none, has the answer.
+        The step searches the next level or, if there is none, has the final answer.
         """
         levels = self._plan(earlier).levels
         done = len(earlier)
@@ -177,7 +177,7 @@ class Dag(Protocol):
         return replace(step, faults=tuple(dict.fromkeys(faults)))
 
     def _plan(self, steps: Sequence[Step]) -> SearchPlan:
-        """Returns the plan of an episode's first step; one that the model did not write may be of any size."""
+        """Returns the plan of an episode's first step, of any size: the model need not have written it."""
         return plan.read(steps[0].analysis, Limits(sys.maxsize, sys.maxsize))
 
 
@@ -206,9 +206,9 @@ def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], lis
 
 
 def _with_final(step: Step, final_texts: Sequence[str]) -> Step:
-    """Returns the step with its final answer: one, on a line. `final_texts` are the texts after its heading."""
+    """Returns the step with its final answer, which is one line; `final_texts` are the texts after its headings."""
     line, _, more_lines = final_texts[0].strip(" \t").partition("\n")
-    is_repeated = len(final_texts) > 1  # it is not clear which of them is meant
+    is_repeated = len(final_texts) > 1  # then it is not clear which answer is meant
     faults = faults_if(
         text_outside_answers=more_lines.strip(),
         repeated_answer=is_repeated,

@@ -1,6 +1,6 @@
-"""Text in tags: the blocks that a turn has and what is wrong with them, and text from outside that must not make any.
+"""Text in tags: finds the blocks of a turn and what is wrong with them, and quotes text that must not make blocks.
 
-Knows no names of tags and not what a block means.
+Knows neither the names of tags nor what a block means.
 """
 
 import re
@@ -20,7 +20,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Tag:
-    """The two ends of a block. The closing one is a text of its own: not every system's has a slash."""
+    """The two ends of a block. The closing end is a text of its own, because in some systems it has no slash."""
 
     opening: str
     closing: str
@@ -105,7 +105,7 @@ class Markup:
 
     @cached_property
     def _meanings(self) -> dict[str, tuple[Tag, bool]]:
-        """The tag that each end belongs to, and whether the end opens it; one that does both opens."""
+        """The tag that each end belongs to, and whether the end opens it; an end that does both counts as opening."""
         closing = {tag.closing.lower(): (tag, False) for tag in self.tags}
         opening = {tag.opening.lower(): (tag, True) for tag in self.tags}
         return closing | opening

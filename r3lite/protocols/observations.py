@@ -69,7 +69,7 @@ class Observations:
         """Returns the tokens of the documents of the last step, in the protocol's wording."""
         question = transcript.question
         observation = self.protocol.observation(self.protocol.quoted(question.text), steps)
-        if not transcript.tokens:
+        if not transcript.tokens:  # the documents come first: they stand in the user turn that opens the chat
             if question.procedure:
                 observation = f"{question.procedure}\n\n{observation}"
             return self.tokenizer.open_chat(observation, self.protocol.system, question.earlier)

@@ -35,7 +35,7 @@ TAG = re.compile(r"<[^<>\s]+>")
 
 
 def load_own(settings: ProtocolSettings) -> Protocol:
-    """Returns the format of a file; raises R3LiteError for what cannot be read without doubt."""
+    """Returns the format of a file; raises R3LiteError for the first thing in it that is wrong or ambiguous."""
     definition = load_toml(Path(settings.format))
     for problem in _problems(definition):
         raise R3LiteError(f"the format {settings.format} {problem}", "See docs/formats.md.", code="format-invalid")
@@ -71,14 +71,14 @@ def load_own(settings: ProtocolSettings) -> Protocol:
 
 
 def _prompt(path: str | None, definition: dict[str, Any], key: str) -> str:
-    """Returns the prompt of a file that the settings name; that of the format if they name none."""
+    """Returns the prompt in the file `path` that the settings name, or that of the format if they name none."""
     if path:
         return read_prompt(path)
     return definition[key].strip()
 
 
 def _problems(definition: dict[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a file's keys and values; those that follow a problem are not looked at."""
+    """Yields what is wrong with a file's keys and values. A caller stops at the first: later checks rely on earlier."""
     kind = definition.get("kind")
     if kind not in tuple(KEYS):  # compared, not looked up: a list has no hash
         yield f"has kind = {kind!r}; it must be {' or '.join(KEYS)}"

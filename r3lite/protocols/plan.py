@@ -1,4 +1,4 @@
-"""Plans of searches: a graph of queries, written as text. Its grammar, what can be wrong with it, and its order.
+"""Plans of searches, which are graphs of queries in text: their grammar, their faults, and the order of their queries.
 
     Nodes:
     A: Who directed Brenn? (General)
@@ -19,9 +19,9 @@ from r3lite.settings.retrieval import SOURCES
 
 NODES = "Nodes:"
 EDGES = "Edges:"
-# The sources by the names that are read for them, in any letter case.
+# The sources by the names that a plan may have for them, in lower case; a plan may use any letter case.
 SOURCE_NAMES = {"academy": "Academic"} | {source.lower(): source for source in SOURCES}
-NONE = "none"  # the edges of a plan that has none
+NONE = "none"  # stands for the edges in a plan without edges
 
 # Why a plan is not valid; worded to follow `step k`.
 FAULTS = {
@@ -71,7 +71,7 @@ class Node:
         return REFERENCE.findall(self.query)
 
     def filled(self, answers: Mapping[str, str]) -> str:
-        """Returns the query with the answers of other nodes, by their names. In one pass: an answer is no reference."""
+        """Returns the query with the answers of other nodes, by their names; braces in an answer are no reference."""
         return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
 
 
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """A valid plan: named nodes, and edges from a node to one that follows it."""
+    """A valid plan: named nodes, and edges, each from a node to a node that is searched after it."""
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[str, str], ...] = ()
@@ -176,7 +176,7 @@ def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _check_references(plan: SearchPlan) -> None:
-    """Raises InvalidPlan at a cycle, or at a node that uses the answer of one that does not come before it."""
+    """Raises InvalidPlan at a cycle, or at a node that uses the answer of a node from which no edges lead to it."""
     ancestors: dict[str, set[str]] = {}
     for level in plan.levels:
         for node in level:

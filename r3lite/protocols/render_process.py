@@ -19,7 +19,7 @@ from datetime import date
 
 
 def main() -> None:
-    # Ctrl-C is for the command, which ends this process when it ends: the requests end with it.
+    # Ctrl-C is for the command alone. This process ends after the command, when no more requests can come.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
     sys.path[:] = settings["path"]
@@ -85,7 +85,7 @@ def _limit_memory(size: int) -> None:
 def _limit_time(seconds: int) -> None:
     """Ends this process when it has computed `seconds` from now on, where the platform can.
 
-    The command ends it anyway, unless the command itself was killed.
+    The command ends a process that takes too long, but not if the command itself was killed.
     """
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource

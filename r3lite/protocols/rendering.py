@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-SECONDS = 20.0  # for a request: a template takes thousandths of one
+SECONDS = 20.0  # for a request; a usual template takes milliseconds
 START_SECONDS = 120.0  # for the first reply of a new process: a slow disk has to read Python
 MEMORY = 2**30  # bytes of the process
 CHARACTERS = 50_000_000  # of a text
@@ -29,7 +29,7 @@ class RenderError(Exception):
 
 
 class LimitExceeded(Exception):
-    """A template that needs more time or memory than it may have; its text says of what."""
+    """A template that needs more time or memory than it may have; the text of the error says which."""
 
 
 class Renderer:
@@ -39,19 +39,20 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()  # "" at the end of the process
-        self._owner = 0  # the process that started it: a fork of that must not write to the same pipe
+        self._owner = 0  # the id of the process that started it; a fork of this one must not write to the same pipe
         atexit.register(self._stop)
 
     def render(self, source: str, variables: dict[str, Any] | None, day: str | None = None) -> str:
         """Returns the text of a template; "" without `variables`, which only reads it.
 
-        `day` is the date of the template's clock as YYYY-MM-DD. Raises RenderError or LimitExceeded if there is none.
+        `day` is the date of the template's clock as YYYY-MM-DD. Raises RenderError or LimitExceeded if the template
+        gives no text.
         """
         request = json.dumps({"source": source, "variables": variables, "day": day})
         with self._lock:
             try:
                 reply = json.loads(self._reply(request))
-            except BaseException:  # also at Ctrl-C: the reply would be taken for that to the next request
+            except BaseException:  # also at Ctrl-C: a late reply would be taken for the reply to the next request
                 self._stop()
                 raise
         error = reply.get("error")
@@ -74,7 +75,7 @@ class Renderer:
         return self._process is not None and self._owner == os.getpid() and self._process.poll() is None
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # of a process that has ended, which has no reply
+        with contextlib.suppress(OSError):  # the process may have ended: `_line` raises for it
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 

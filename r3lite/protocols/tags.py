@@ -54,8 +54,8 @@ class Tags(Protocol):
     `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step.
 
     Without `search` and `information` a step can only answer. `lenient` reading takes tags in any letter case; a
-    missing closing tag is implied by the next tag or by the end of the turn. It does not count as faults what it
-    forgives. With the limits of a `graph` a search is a plan.
+    missing closing tag is implied by the next tag or by the end of the turn, and the faults in FORGIVEN do not count.
+    `graph` has the limits of a plan; if it is given, a search is a plan.
     """
 
     init_prompt: str
@@ -197,13 +197,13 @@ class Tags(Protocol):
         return Step(analysis, searches=searches, answer=answer, faults=tuple(faults))
 
     def _first_tag(self, blocks: list[Block]) -> Tag:
-        """Returns the tag of the first block that has no documents."""
+        """Returns the tag of the first block that is not a block of documents."""
         return next(block.tag for block in blocks if block.tag != self.information)
 
     def _read_searches(self, text: str, faults: list[str]) -> tuple[Search, ...]:
-        """Returns the searches of a search block: its query, or those of its graph, none if that is not valid.
+        """Returns the searches of a search block: one for its query or, with `graph`, one for each node of its plan.
 
-        Appends to `faults`.
+        If the plan is not valid, there are none, and its fault is appended to `faults`.
         """
         if not self.graph:
             return (Search(text),)
@@ -218,7 +218,7 @@ class Tags(Protocol):
     def _usable_text(self, blocks: list[Block], part: str, faults: list[str]) -> str | None:
         """Returns the text of the only block of its kind in a step; None if there is none, or no usable one.
 
-        `part` says of which kind the blocks are: "query" or "answer". What is wrong with it is appended to `faults`.
+        `part` is the kind of the blocks: "query" or "answer". If one of them is blank, a fault is appended to `faults`.
         """
         if any(not block.text for block in blocks):
             faults.append(f"blank_{part}")

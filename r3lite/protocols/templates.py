@@ -70,8 +70,8 @@ def read_prompt(name: str) -> str:
 def messages(prompt: str) -> list[dict[str, str]]:
     """Returns the messages of a prompt that opens an episode: one of the user, or a worked example before it.
 
-    A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns. What
-    stands before the first is the beginning of it: instructions, which also hold without the example.
+    A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns. Text
+    before the first of these lines opens the first message: instructions, which also hold without the example.
     """
     instructions, *parts = re.split(r"^\[(user|assistant)\]\n", prompt, flags=re.MULTILINE)
     if not parts:
@@ -112,8 +112,7 @@ def refuse_step_prompt(settings: ProtocolSettings) -> None:
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:
-    """Returns a prompt with values for some of its placeholders; a placeholder that a value has in it stays as it
-    is."""
+    """Returns a prompt with values for some of its placeholders; a placeholder inside a value stays as it is."""
     return re.sub(r"\{(\w+)\}", lambda place: values.get(place[1], place[0]), prompt)
 
 

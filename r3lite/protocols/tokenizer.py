@@ -72,8 +72,8 @@ class Tokenizer:
 
     `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id`, of the token `stop`, ends an
     assistant turn, `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space.
-    `opens_thought` says that its turn begins inside a thought (`<think>`). `other_class` is that of transformers if it
-    gives other tokens.
+    `opens_thought` says that the model's turn begins inside a thought (`<think>`). `other_class` is the tokenizer class
+    of transformers, if it gives other tokens than `tokenizer.json`.
     """
 
     other_class: str | None = None
@@ -94,7 +94,8 @@ class Tokenizer:
         longest_first = sorted(self._added, key=len, reverse=True)
         any_token = "|".join(map(re.escape, longest_first))
         self._markup = re.compile(f"({any_token or '(?!)'})")
-        # SentencePiece writes a space before a text; one that goes on is encoded after this, which is then removed.
+        # SentencePiece writes a space before a text. So text that goes on after other text is encoded after a line
+        # break, whose tokens, the anchor, are then removed.
         line_break = self._plain.encode("\n", add_special_tokens=False).ids
         letter = self._plain.encode("a", add_special_tokens=False).ids
         letter_on_line = self._plain.encode("\na", add_special_tokens=False).ids
@@ -139,7 +140,7 @@ class Tokenizer:
             self._trims.add("system")
 
     def _grows_after_system(self) -> bool:
-        """Returns whether the template writes a system message first; if not, it is put before the first user
+        """Returns whether the template writes a system message first; if not, `folded` puts it before the first user
         message."""
         try:
             short = self.template.gaps(("system", "user"), prompt=True)
@@ -218,6 +219,7 @@ class Tokenizer:
             messages = [{"role": role, "content": contents[role]} for role in roles]
             text = self.template.render(self.folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
+            # If the tokens differ with a space after special tokens, they are compared without it.
             self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
             ids = self.chat(messages, prompt=True)[0]
             if ids != expected:
@@ -349,10 +351,10 @@ class Tokenizer:
         """Returns the tokens [T] of a whole conversation of `role` and `content`, and for each of them whether it is
         trained on [T].
 
-        Trained on are the contents of the assistant's turns and the tokens that end them, unless `train` is False
-        there. Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt`
-        the assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off, and
-        replies of `unlike_written` are as the template has them, and not trained on.
+        The contents of the assistant's turns and the tokens that end these turns are trained on, unless a message has
+        `train` False. Contents are encoded apart from the opening of the turn, as a model samples them after it. With
+        `prompt` the assistant's next turn is opened. Without `prompt`, R3LiteError is raised for a thought that is
+        switched off, and replies of `unlike_written` are as the template has them, and not trained on.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -396,10 +398,11 @@ class Tokenizer:
         return ids, trained
 
     def unlike_written(self, messages: Messages) -> set[int]:
-        """Returns the numbers of the replies that stand otherwise before a later user message than they were written.
+        """Returns the numbers of the replies that the template changes because a user message follows.
 
         Templates of thinking models remove the thoughts of earlier replies, so that what follows is sampled without
-        them; R1's removes even the beginning of an empty one. Raises R3LiteError for a thought that is switched off.
+        them; R1's template removes even the beginning of an empty thought. Raises R3LiteError for a thought that is
+        switched off.
         """
         last_user = -1
         for number, message in enumerate(messages):

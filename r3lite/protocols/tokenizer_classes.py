@@ -16,14 +16,14 @@ from r3lite.core.records import Record
 QWEN2 = "Qwen2Tokenizer"
 GPT2 = "GPT2Tokenizer"
 LLAMA = "LlamaTokenizer"
-FOLLOWS_THE_FILE = "PreTrainedTokenizerFast"  # the class that does, in versions 4 and 5
+FOLLOWS_THE_FILE = "PreTrainedTokenizerFast"  # the class that follows the file's rule, in versions 4 and 5
 ALWAYS = {"qwen2": QWEN2}  # by model type, whatever class the folder names
 UNNAMED = {"qwen3": QWEN2}  # by model type, if the folder names none
-NEVER = ("mistral",)  # model types of which the class is not asked for
+NEVER = ("mistral",)  # model types for which transformers takes its general class, whatever class the folder names
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Their splitting depends on what stands before and after: between special tokens, at the beginning, in a line.
+# Texts whose splitting depends on what stands before and after them, such as a special token or a line break.
 PIECES = ("Who, in 1987 and 12345?", "I'LL go\n\n  but don't.", " x\t y", "\nThe end", "\u6f22\u5b57")
 
 
@@ -31,7 +31,8 @@ def other_class(folder: Path, definition: Record, text: str) -> str | None:
     """Returns the class by which transformers gives other tokens than the folder's `tokenizer.json`; None if there is
     none.
 
-    Both encode PIECES between special tokens, and `text`.
+    The file's rule and the class's encode the same text to compare them: PIECES and `text` with a special token
+    between.
     """
     config = read_record(folder / "tokenizer_config.json", "")
     name = class_of(folder, config)

@@ -19,8 +19,8 @@ REMEDY = "A model folder needs {}; copy it from the model's source."
 def probe() -> str:
     """Returns a text that a tokenizer must give back as it was.
 
-    It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
-    SmolLM2's vocabulary leaves out; and no character that NFC changes.
+    It has all bytes of UTF-8, except control characters and the first bytes of characters that nobody writes: SmolLM2's
+    vocabulary leaves these out. It has no character that NFC changes.
     """
     code_points = [9, 10, 13]
     code_points += range(0x20, 0x7F)
@@ -36,7 +36,7 @@ def probe() -> str:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Returns the `size` of a folder's tokenizer, which is not built for it: that takes seconds."""
+    """Returns the `size` of a folder's tokenizer without building the tokenizer, which takes seconds."""
     record = read_record(folder / "tokenizer.json", REMEDY.format("tokenizer.json"))
     ids = [token.whole("id") for token in record.records("added_tokens", ())]
     vocabulary = record.record("model").record("vocab")

@@ -26,8 +26,8 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
     _refuse_markup(tokenizer, messages, tools)
     ids: list[int] = []
     trained: list[bool] = []
-    position = 0  # in the rendered text: all before it is in tokens
-    parts = [("tools", tool.get("function", tool)["name"]) for tool in tools]  # which the next text must have
+    position = 0  # the tokens of the rendered text before this place are in `ids`
+    parts = [("tools", tool.get("function", tool)["name"]) for tool in tools]  # what the next added text must have
 
     def add(end: int, is_trained: bool) -> None:
         """Adds the tokens of the rendered text from `position` to `end`."""
@@ -52,7 +52,7 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
             continue
         prompt = template.render(messages[:number], prompt=True, tools=tools)
         if not rendered.startswith(prompt):
-            prompt = prompt.rpartition(THINK)[0]  # an empty thought, which a template may write in its last turn only
+            prompt = prompt.rpartition(THINK)[0]  # without an empty thought, which a template may write last only
         end = rendered.find(tokenizer.stop, len(prompt)) + len(tokenizer.stop)
         if not rendered.startswith(prompt) or not position < len(prompt) < end:
             raise R3LiteError(

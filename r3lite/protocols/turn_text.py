@@ -21,7 +21,7 @@ class TurnText:
         self.tokenizer = tokenizer
         self.protocol = protocol
         self.thoughts = thoughts
-        self._may_close: dict[int, bool] = {}  # by token: it may be the last one of a stop string
+        self._may_close: dict[int, bool] = {}  # for each token, whether it may be the last token of a stop string
 
     def read(self, transcript: Transcript) -> str:
         """Returns the text of the current turn as the protocol parses it."""

@@ -96,7 +96,7 @@ Chart = Lines | Bars
 
 
 def thinned(line: Line) -> Line:
-    """Returns a line of at most MAX_POINTS points, each the mean of as many neighbours, without their gaps."""
+    """Returns a line of at most MAX_POINTS points: means of equally many neighbours, where gaps do not count."""
     size = -(-len(line.xs) // MAX_POINTS)
     if size <= 1:
         return line
@@ -135,7 +135,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places between `start` and `end`."""
+    """Maps values to places between `start` and `end`."""
 
     low: float
     high: float
@@ -151,7 +151,7 @@ class Scale:
         log: bool = False,
         zero: bool = False,
     ) -> "Scale":
-        """Returns a scale that holds all values, with a margin; `zero`: and 0."""
+        """Returns a scale that holds all values, with a margin; with `zero` it holds 0, too, without a margin there."""
         low = min(values, default=0.0)
         high = max(values, default=1.0)
         if zero:

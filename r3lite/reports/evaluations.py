@@ -8,11 +8,11 @@ from r3lite.reports.chart import Bar, Bars, Chart
 from r3lite.reports.run import Run
 
 OVERVIEW = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall", "format_adherence": "format"}
-OMITTED = {"sp_em", "sp_precision", "joint_em"}  # for which the F1s stand
+OMITTED = {"sp_em", "sp_precision", "joint_em"}  # left out, because sp_f1 and joint_f1 stand for them
 REMAINING = {name: title for name, title in TITLES.items() if name not in OVERVIEW.keys() | OMITTED}
 METRICS = OVERVIEW | REMAINING
 GROUPS = {"by_hops": "hops", "by_type": "type of question"}
-EXAMPLES = 2  # of each kind of error that are shown
+EXAMPLES = 2  # how many of each kind of error are shown
 RIGHT = "right"
 FAILED = "the retriever failed"  # such a question counts in no score
 
@@ -75,7 +75,7 @@ def _difference_cell(difference: dict | None) -> str:
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns all metrics that an evaluation has, a row each, with 95 % intervals; the first row is the head."""
+    """Returns all metrics that any evaluation has, a row each, with 95 % intervals; the first row is the head."""
     runs = evaluated(runs)
     rows = [["", *(run.name for run in runs)]]
     for name, title in METRICS.items():

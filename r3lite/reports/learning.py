@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from r3lite.reports.chart import Chart, Line, Lines
 from r3lite.reports.run import Run
 
-MAX_FAULTS = 6  # that can be distinguished
+MAX_FAULTS = 6  # kinds of faults in one chart; more lines could not be distinguished
 EVERY = "*"  # in a metric's name: any one word, which becomes the label
 
 
@@ -72,9 +72,9 @@ PANELS = {
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """Returns the charts by section, those of each command by themselves: a loss of SFT is not one of RL.
+    """Returns the charts by section. Each command has charts of its own: a loss of SFT is not a loss of RL.
 
-    One run has a colour for each metric; several have one for each run, and dashes.
+    A single run has a colour for each metric; among several runs each run has a colour, and each metric has dashes.
     """
     trained = [run for run in runs if run.metrics]
     commands = list(dict.fromkeys(run.command for run in trained))
@@ -106,7 +106,7 @@ def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
             rows = [row for row in run.metrics if name in row]
             steps = [row["step"] for row in rows]
             ys = [_number(row[name]) for row in rows]
-            if any(y is not None for y in ys):  # the run has it, not just another one
+            if any(y is not None for y in ys):  # this run has the metric, not only another run
                 lines.append(style.line(k, label, steps, ys))
         planned = run.summary.get("planned_memory_mib")
         if panel.name == "memory" and planned:

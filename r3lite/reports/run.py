@@ -57,9 +57,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Returns the runs of folders, and of the folders in those that are no run's themselves, such as quickstart's.
+    """Returns the runs in folders; a folder that is no run's itself, such as quickstart's, stands for those in it.
 
-    Raises R3LiteError for a path that holds none.
+    Raises R3LiteError for a path that holds no run.
     """
     folders: list[Path] = []
     for path in map(Path, paths):
