@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from r3lite.core import command
@@ -11,7 +12,7 @@ from r3lite.core.files import read_jsonl, sole_writer, sweep, write_text
 from r3lite.reports import png
 from r3lite.reports.data import DataFile, of_questions, read_data
 from r3lite.reports.page import Report, html
-from r3lite.reports.run import Run, read_runs
+from r3lite.reports.run import Run, names, read_runs
 from r3lite.settings import CommandConfig, ReportSettings
 
 PAGE = "report.html"
@@ -70,7 +71,10 @@ def read(settings: ReportSettings) -> Report:
         length = lambda text: len(tokenizer.encode(text))  # noqa: E731
         unit = "tokens"
     runs = read_runs(folders)
-    data_files = [read_file(file, length, unit) for file in files]
+    # Charts have a file's sizes by its name: two files may have the same name in different folders.
+    data_files = []
+    for file, name in zip(files, names(files), strict=True):
+        data_files.append(replace(read_file(file, length, unit), name=name))
     return Report(runs, data_files, differences(runs))
 
 

@@ -92,6 +92,17 @@ def test_a_file_alone_has_a_page(tmp_path, capsys):
     assert "rows, by words" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_files_of_one_name_stand_side_by_side(tmp_path):
+    """The last one took the place of the others."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rows.jsonl").write_text(jsonl([episode()]), encoding="utf-8")
+    files = [str(tmp_path / place / "rows.jsonl") for place in ("a", "b")]
+    assert report.main([*files, "--output", str(tmp_path / "x.html")]) == 0
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "a/rows.jsonl" in page and "b/rows.jsonl" in page
+
+
 def test_questions_as_a_data_set_has_them_have_an_overview(tmp_path, capsys):
     """An array, whose rows r3lite.collect did not write."""
     row = {"_id": "a", "question": "Who is it?", "answer": "Ann Dahl", "supporting_facts": [["A", 0]]}

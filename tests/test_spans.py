@@ -139,7 +139,7 @@ def test_opentelemetrys_own_messages_hold_the_spans_of_sft(cold):
         data = json_format.ParseDict(line, trace.TracesData(), ignore_unknown_fields=False)
         (resource,) = data.resource_spans
         about = {a.key: a.value.string_value for a in resource.resource.attributes}
-        assert about == {"service.name": "r3lite", "r3lite.core.command": "sft", "r3lite.run": "sft-spans"}
+        assert about == {"service.name": "r3lite", "r3lite.command": "sft", "r3lite.run": "sft-spans"}
         found.append(resource.scope_spans[0].spans)
     names = [[s.name for s in spans] for spans in found]
     assert names == [

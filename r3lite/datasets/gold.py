@@ -244,9 +244,9 @@ def _sentence(text: str) -> str:
 def compared(question: Question) -> str | None:
     """Returns the sentence that compares the two facts of a comparison.
 
-    If the question asks whether they are the same: `India and Italian are not the same.` If they are two dates, one of
-    which is earlier: `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).`
-    Returns None for a comparison of another kind.
+    If the question asks whether they are the same: `India and Italian are not the same.`, or of facts that are
+    sentences: `They are not the same.` If they are two dates, one of which is earlier: `The Prairie King (June 9, 1956)
+    is before Confessions of an Opium Eater (October 26, 1993).` Returns None for a comparison of another kind.
     """
     all_hops = range(len(question.hops))
     used_hops = {earlier for hop in all_hops for earlier in used(question, hop)}
@@ -259,7 +259,11 @@ def compared(question: Question) -> str | None:
         verdict = "not the same"
         if answer == "yes":
             verdict = "the same"
-        return f"{facts[0]} and {facts[1]} are {verdict}."
+        compared_facts = f"{facts[0]} and {facts[1]}"
+        # HotpotQA says which sentences support an answer, and not what they state: they stand before this one.
+        if any(hop.answer == " ".join(hop.evidence) for hop in question.hops):
+            compared_facts = "They"
+        return f"{compared_facts} are {verdict}."
     names = [subject(question, hop) for hop in last_hops]
     dated_facts = []
     for name, fact in zip(names, facts, strict=True):

@@ -12,6 +12,7 @@ from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
 from r3lite.models import logprobs
 from r3lite.models.causal_lm import ModelConfig
+from r3lite.settings import LoraSettings
 
 SLACK = 0.02  # of a budget, left free for what the formulas leave out
 PASS_TOKENS = (8192, 4096, 2048)
@@ -116,7 +117,8 @@ def _remedies(
 ) -> list[str]:
     """Returns changes that help, each on its own."""
     helpful = []
-    if w.full_tuning and _fits(replace(w, full_tuning=False, lora_r=8), fixed, budget):
+    with_lora = replace(w, full_tuning=False, lora_r=LoraSettings.lora_r, targets=LoraSettings.lora_targets)
+    if w.full_tuning and _fits(with_lora, fixed, budget):
         helpful.append("LoRA instead of --no-lora")
     if fixed.get("nf4") is False and _fits(w, _without(fixed, ["nf4"]), budget):
         helpful.append("--quantize nf4")

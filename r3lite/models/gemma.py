@@ -95,8 +95,11 @@ def _kinds(record: Record) -> tuple[LayerKind, LayerKind]:
     ropes = record.record("rope_parameters")
     full = ropes.record(FULL)
     local = ropes.record(SLIDING)
-    if local.text("rope_type", "default") != "default":
-        raise unsupported(record, f"rope_type of {SLIDING} is {shown(local.text('rope_type'))}", "Only default is.")
+    for name, rope, supported in ((SLIDING, local, ("default",)), (FULL, full, ("default", "linear"))):
+        rope_type = rope.text("rope_type", "default")
+        if rope_type not in supported:
+            fault = f"rope_type of {name} is {shown(rope_type)}"
+            raise unsupported(record, fault, f"Supported: {', '.join(supported)}.")
     full_scaling = next((rope for rope in (full, record.record("rope_scaling")) if "factor" in rope), None)
     scaling = None
     if full_scaling is not None:

@@ -74,7 +74,6 @@ class GatedDeltaNet(nn.Module):
         assert kind.delta is not None
         self.layer_idx = layer_idx
         self.heads = kind.delta
-        self.eps = config.rms_norm_eps
         hidden = config.hidden_size
         mixed = sum(self.heads.sizes)  # numbers of a token's queries, keys and values
         values = self.heads.sizes[2]

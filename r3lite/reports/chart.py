@@ -128,8 +128,11 @@ def number(value: float) -> str:
     """Returns a value as axes and tables show it."""
     if value == 0:
         return "0"
-    if abs(value) >= 10_000 or abs(value) < 0.001:
-        return f"{value:.2g}"
+    size = abs(value)
+    if size < 0.001 or size >= 10_000_000:
+        return f"{value:.3g}"
+    if size >= 1_000:
+        return f"{value:,.0f}"
     return f"{value:,.4g}"
 
 

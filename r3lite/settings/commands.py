@@ -190,7 +190,7 @@ class EvaluateSettings(Section):
         if len(first) != len(second):
             problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"
             example = "they are compared pair by pair: A1,A2 B1,B2 compares A1 with B1 and A2 with B2"
-            raise UsageError(f"{problem}; {example}", code="template-unsupported")
+            raise UsageError(f"{problem}; {example}", code="compare-lists-differ")
         pairs = list(zip(first, second))
         for pair in pairs:
             if pairs.count(pair) > 1:

@@ -119,6 +119,8 @@ class Guard:
         alarms = self._count(crossed)
         if not alarms or self.settings.guard == "off":
             return None
+        for alarm in alarms[1:]:
+            self.beyond[alarm.limit] -= 1  # its turn comes in the next round that crosses the limit
         return alarms[0]
 
     def _count(self, crossed: dict[str, str | None]) -> list[Alarm]:

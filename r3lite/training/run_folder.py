@@ -326,9 +326,11 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
     if not folder.is_dir():
         cause = f"--resume {resume}: no such folder{similar_path(folder)}"
         raise R3LiteError(cause, "Pass a run folder or a checkpoint in it.", code="resume-absent")
-    if _is_checkpoint(folder):
-        return folder.parent
-    return folder
+    if not _is_checkpoint(folder):
+        return folder
+    if folder.is_symlink() or not CHECKPOINT.fullmatch(folder.name):  # a link, or `.` in a checkpoint
+        return folder.resolve().parent
+    return folder.parent
 
 
 def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:

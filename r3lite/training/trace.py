@@ -64,7 +64,7 @@ class OpenTelemetryLines:
         self.path = path
         run = {
             "service.name": SERVICE,
-            "r3lite.core.command": command,
+            "r3lite.command": command,
             "r3lite.run": path.absolute().parent.name,
         }
         self._resource = {"attributes": _attributes(run)}

@@ -66,3 +66,8 @@ def test_whether_two_facts_are_the_same():
     text = "Are the directors of Alva and Berta of the same country?"
     assert asked("India", "Italian", "no", text) == "India and Italian are not the same."
     assert asked("American", "U.S.", "yes", text) == "American and U.S. are the same."
+    # The facts of HotpotQA are whole sentences: one was made of two, with stops in it.
+    facts = ("Ann is an American singer.", "Bob was a British painter.")
+    hops = [Hop(f"Person {i}", fact, PEOPLE[i], (fact,)) for i, fact in enumerate(facts)]
+    question = Question("q", "Are Ann and Bob of the same country?", ("no",), hops=tuple(hops), type="comparison")
+    assert compared(question) == "They are not the same."

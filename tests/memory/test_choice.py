@@ -9,10 +9,10 @@ from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
-from r3lite.memory import planner
+from r3lite.memory import choice, planner
 from r3lite.memory.choice import choose
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
-from r3lite.memory.planner import peak
+from r3lite.memory.planner import adapter_bytes, peak
 from r3lite.memory.work import Workload
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes
@@ -167,3 +167,11 @@ def test_full_fine_tuning_recomputes_dense_layers_whatever_a_preset_has(gib):
     w = replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0)
     chosen = choose(w, {"recompute_layers": 0, "nf4": True}, int(gib * (1 << 30)))
     assert (chosen.nf4, chosen.recompute_layers) == (False, w.model.num_hidden_layers)
+
+
+def test_lora_as_a_remedy_is_counted_with_its_adapters(monkeypatch):
+    """It was counted without any, and proposed for budgets in which it does not fit."""
+    tried = []
+    monkeypatch.setattr(choice, "_fits", lambda w, fixed, budget: tried.append(w))
+    choice._remedies(replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0, targets=()), {}, 0, [])
+    assert adapter_bytes(tried[0]) == adapter_bytes(qwen("0.5b", **WORKLOADS["sft"]))

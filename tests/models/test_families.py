@@ -398,6 +398,13 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}, "sliding_attention": {}},
+            },
+            "rope_type of full_attention is 'yarn'",
+        ),
         ({"model_type": "lfm2", "conv_bias": True}, "conv_bias is true"),
         ({"model_type": "lfm2", "conv_L_cache": 1}, "conv_L_cache is 1"),
         ({"model_type": "lfm2", "layer_types": ["conv"]}, "layer_types has 1 layers"),

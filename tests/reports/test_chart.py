@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from r3lite.reports.chart import MAX_POINTS, Bar, Bars, Line, Lines, Scale, svg, thinned, ticks
+from r3lite.reports.chart import MAX_POINTS, Bar, Bars, Line, Lines, Scale, number, svg, thinned, ticks
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,19 @@ def test_bars_stand_on_zero_and_are_told_in_words():
     assert float(whisker.attrib["y1"]) == pytest.approx(top + height / 2, abs=0.11)
     assert float(whisker.attrib["y2"]) == pytest.approx(top - height, abs=0.11)
     assert made.attrib["aria-label"] == "Scores. run & run, a<b: 0.5"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (21_500, "21,500"),
+        (-20_000.0, "-20,000"),
+        (9_999.5, "10,000"),
+        (0.00012345, "0.000123"),
+        (3e8, "3e+08"),
+    ],
+)
+def test_labels_of_neighbouring_ticks_differ(value, text):
+    """20,000 and 20,500 MiB were both 2e+04."""
+    assert number(value) == text

@@ -81,6 +81,13 @@ def test_a_round_within_the_limit_begins_the_count_anew_and_a_limit_is_told_once
     assert alarms([{}] + [bad] * 2, GuardSettings(guard_patience=2)) == {3: "guard_malformed"}
 
 
+def test_limits_that_are_crossed_together_are_told_one_after_the_other():
+    """The second one was never told: its count had passed the number of rounds."""
+    both = {"malformed_ratio": 0.9, "queries/blank_ratio": 0.9}
+    told = alarms([{}] + [both] * 8)
+    assert told == {6: "guard_malformed", 7: "guard_queries"}
+
+
 def test_the_start_is_as_many_rounds_as_have_32_episodes():
     """With few episodes a round, the first one alone says too little."""
     start = [{"malformed_ratio": 0.0}] + [{"malformed_ratio": 0.4}] * 3  # 0.3 in the mean, and 0.01 cut off

@@ -112,6 +112,23 @@ def test_an_earlier_version_s_run_goes_on_though_the_default_of_a_judge_it_does_
     )
 
 
+@pytest.mark.parametrize("link", ["latest", "checkpoint-99", "."])
+def test_a_link_to_a_checkpoint_is_that_of_its_run(tmp_path, monkeypatch, link):
+    """The folder of the link was taken for the run's: it got the files, and lost those of other programs."""
+    assert not run(Toy(), output=str(tmp_path / "runs" / "x"), stop_after=2, save_every=1)
+    inside = tmp_path / "runs" / "x" / "checkpoint-2"
+    home = tmp_path / "home"
+    home.mkdir()
+    if link == ".":
+        monkeypatch.chdir(inside)
+    else:
+        monkeypatch.chdir(home)
+        (home / link).symlink_to(inside)
+    assert not run(Toy(), resume=link, stop_after=3, save_every=1)
+    assert [path.name for path in home.iterdir()] == [link] * (link != ".")
+    assert (tmp_path / "runs" / "x" / "checkpoint-3").is_dir()
+
+
 # What a resumed run is compared with
 
 
