@@ -209,7 +209,9 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
     advantages = learner.algorithm.with_advantages(batch).advantages
     weights = learner.algorithm.weights(batch)
     expected, without = (float((-advantages * r * weights).sum()) for r in (ratios, torch.ones_like(ratios)))
-    assert abs(expected - without) > 1e-4
+    # Ten times what the loss may differ by. How far the weights matter depends on the cold start, and so on the
+    # processor.
+    assert abs(expected - without) > 1e-5
     metrics = learner.learn(batch, "seed")
     assert metrics["loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["sampling/sampling_logp_difference/max"] > 1e-2

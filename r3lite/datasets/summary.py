@@ -43,7 +43,9 @@ def summary_of_rl(config: PpoConfig) -> Summary:
     questions = read_questions_of(config.data, config.mixture)
     count = len(questions)
     text = table(config.mixture, config.protocol, Counter(question.source for question in questions))
-    text += f"{count} questions; {config.rounds(count)} rounds of {config.rl.batch_size}"
+    rounds = config.rounds(count)
+    noun = "round" if rounds == 1 else "rounds"
+    text += f"{count} questions; {rounds} {noun} of {config.rl.batch_size}"
     return Summary(count, text, questions)
 
 
