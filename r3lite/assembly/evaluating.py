@@ -53,7 +53,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         matched = sum(bool(question.procedure) for question in questions)
         print(f"{matched} of {len(questions)} questions have a matching procedure")
     # From here on the folder is this evaluation's: after a kill, only the same evaluation may start there again.
-    sweep(output)
+    sweep(output)  # removes files that a killed process left half-written
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     sequences = engine.run(questions, seeds, retrieve, progress="evaluate")

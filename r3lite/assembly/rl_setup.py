@@ -107,7 +107,7 @@ def build_learning(
     )
     engine = Engine(
         policy.model,
-        layout=next(iter(layouts.values())),
+        layout=layouts[""],
         sampler=Sampler(config.sampling.temperature),
         grant=policy.grant,
         value_head=policy.critic,
@@ -163,8 +163,10 @@ def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget 
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """Returns the length in tokens of the common prefix of all prompts: that of the first and the last prompt in
-    alphabetical order.
+    """Returns the length in tokens of the common prefix of all prompts.
+
+    It is that of the first and the last prompt in the order of their token ids, because all other prompts begin with
+    what these two have in common. Without sources they are the prompts of the first and the last question by its text.
 
     Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer. With sources all
     prompts are encoded, since they may be conversations of any length; else those of two questions.
@@ -190,9 +192,9 @@ def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], 
     They have the largest length, the common prefix of all prompts, and the most action tokens of an episode.
     """
     longest = _longest_rollouts(learner)
-    first_of_rank = learner.micro_batches(Batch.of(longest))[:1]
-    first_of_ranks = chain.from_iterable(learner.ranks.gather(first_of_rank))
-    rollouts = [longest[row] for row in sorted(chain.from_iterable(first_of_ranks))]
+    first_micro_batch = learner.micro_batches(Batch.of(longest))[:1]  # a rank may have none
+    first_micro_batches = chain.from_iterable(learner.ranks.gather(first_micro_batch))  # of all ranks: lists of rows
+    rollouts = [longest[row] for row in sorted(chain.from_iterable(first_micro_batches))]
     if teach:  # a teacher scores failed episodes, which have another loss
         rollouts += [replace(rollout, failed=True) for rollout in rollouts]
     rehearsing = replace(
@@ -244,7 +246,10 @@ def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
 
 
 def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
-    """Returns the last line of a run, by the records of all rounds: "done", or why there was nothing to learn from."""
+    """Returns what the end of a run says before the name of its adapter, by the records of all rounds.
+
+    That is "done", or why there was nothing to learn from.
+    """
     rounds = [watched(record) for record in records if "reward" in record]
     message = no_reward(config, rounds, "all ")
     if not message:

@@ -113,7 +113,7 @@ def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
 
 
 def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Example]:
-    kind = entry.get("type")  # without one, any row is taken
+    kind = entry.get("type")  # SFT takes any row of a source without a type, also conversations
 
     def convert(row: Record, id: str) -> Example:
         if not has_steps(entry) and "steps" in row:
@@ -197,19 +197,19 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     InvalidRecord.
 
     The question of a conversation is the user message before its last reply, or, for function_calling, before the first
-    reply that calls a function; earlier messages come before it. The reply is the gold answer; for r1, only the text
-    after the thought is. A row of `question` and `answer` is asked as it is.
+    reply that calls a function; earlier messages come before it. The gold answer is the reply; for r1 it is only the
+    reply's text after the thought. A row of `question` and `answer` is asked as it is.
     """
     id = row.identifier("id", default_id)
-    keys = layout_of(row)
-    asks = ("question", *ANSWERS)
-    if keys:
-        asks = LAYOUTS[keys].asks
+    layout = layout_of(row)
+    asks = ("question", *ANSWERS)  # the key of a question, then the keys of its answers
+    if layout:
+        asks = LAYOUTS[layout].asks
     if asks and asks[0] in row:
         return Question(id, text=row.text(asks[0]), answers=plain_answers(row, *asks[1:]), type=kind)
-    if not keys:
+    if not layout:
         raise row.error(f"has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
-    conversation = read_conversation(row, id, keys)
+    conversation = read_conversation(row, id, layout)
     if conversation.has_tools:
         raise row.error("has tools, which only sft supports")
     *earlier, reply = _up_to_reply(row, conversation.messages, kind)

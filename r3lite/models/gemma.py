@@ -100,10 +100,10 @@ def _kinds(record: Record) -> tuple[LayerKind, LayerKind]:
         if rope_type not in supported:
             fault = f"rope_type of {name} is {shown(rope_type)}"
             raise unsupported(record, fault, f"Supported: {', '.join(supported)}.")
-    full_scaling = next((rope for rope in (full, record.record("rope_scaling")) if "factor" in rope), None)
     scaling = None
-    if full_scaling is not None:
-        scaling = LinearScaling(full_scaling.number("factor", low=1, high=1e6))
+    for rope in (record.record("rope_scaling"), full):  # of transformers 4 and 5; the record of a missing key is empty
+        if "factor" in rope:
+            scaling = LinearScaling(rope.number("factor", low=1, high=1e6))
     local_theta = _theta(local, record, "rope_local_base_freq", LOCAL_THETA)
     full_theta = _theta(full, record, "rope_theta", THETA)
     of_window = LayerKind(Rope(local_theta), record.whole("sliding_window", WINDOW, low=1))

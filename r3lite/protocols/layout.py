@@ -238,8 +238,9 @@ class Layout:
             self._begin_answer(transcript)
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
-        """Returns the transcript of an episode in which the model wrote `steps`, with documents of at most
-        `document_tokens` tokens.
+        """Returns the transcript of an episode in which the model wrote `steps`.
+
+        The text of each document is cut to `document_tokens` tokens.
 
         Its tokens are those of a rollout with the same text, if the question has no earlier messages and no procedure:
         they are left out here. The limits of `lengths` are not applied.
@@ -291,7 +292,7 @@ class Layout:
         closing_text = ""
         if request:
             # The answer begins a new message behind the request, at whose end the template may have opened a thought.
-            # `Thoughts.end` looks for that in the tokens before the message.
+            # The turn is still empty: `Thoughts.end` also looks at the tokens just before it.
             closing_text = self._thoughts.end(tokens, turn_start=len(tokens))
         elif not self._thoughts.in_format:
             # The answer continues the current turn, in which the model may have opened a thought. A format with

@@ -160,7 +160,7 @@ class R3(Protocol):
         return self.headings.answer
 
     def begins_answer(self, text: str) -> bool:
-        # In the middle of a line the heading is plain text, but not behind `Step k:`.
+        # A heading counts at the beginning of a line, or directly after `Step k:` on its line; elsewhere it is text.
         _, body = self._step_number_and_body(text)
         return any(heading[1] == self.answer_heading for heading in self.heading_pattern.finditer(body))
 

@@ -297,12 +297,12 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # Here are the numbers of tokens by which `means_of` divides sums: `x` by TOKENS, and `off_policy/x` by
-        # OFF_POLICY + TOKENS.
+        # Besides the loss, the numbers of tokens by which `means_of` divides the sums of metrics, under the names
+        # "tokens" and "off_policy/tokens".
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
-            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
+            f"{OFF_POLICY}{TOKENS}": len(tokens) - on_policy_tokens,
         }
         return MeasuredLoss(loss, [*sums, totals], log_ratios)
 

@@ -300,7 +300,7 @@ class Engine:
     ) -> list[SampledToken]:
         """Samples the tokens of a batch from a pass's hidden states [N, C] and logits [N, V].
 
-        `batch.indices` has the row of both from which each entry is sampled; None: all rows, in their order.
+        `batch.indices` has the place of each entry in `hidden` and in `logits`; None: an entry for each, in order.
         """
         if batch.indices is not None:
             indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)

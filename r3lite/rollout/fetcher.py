@@ -1,8 +1,8 @@
 """Fetches documents on a thread of its own while other sequences run.
 
 Queries are sent and documents are taken after fixed numbers of the engine's iterations, never by the clock. So the
-same sequences are decoded together in every run, and results are equal to the last bit. (Not in the server, where a
-lane that only waits for documents is skipped until they have come.)
+same sequences are decoded together in every run, and results are equal to the last bit. The server is different: it
+goes on with other requests until documents have come (lanes.py).
 """
 
 from collections import deque

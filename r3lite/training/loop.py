@@ -39,7 +39,7 @@ class Trainer(Protocol):
         """
 
     def rehearse(self) -> None:
-        """Runs the largest forward and backward pass of the run; reduces its planned sizes if memory runs out."""
+        """Runs a pass over the run's longest rows, with gradients; reduces its planned sizes if memory runs out."""
 
     def explain_overflow(self) -> str:
         """Says which layer's activations overflowed first in the last micro-batch."""
@@ -53,7 +53,8 @@ def train(
 ) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
-    On a GPU the largest pass is run first, so that a lack of memory shows in the first seconds and not after hours.
+    On a GPU a pass over the longest rows is run first, so that a lack of memory shows in the first seconds and not
+    after hours.
     `oversight` validates between steps, and may restore the best checkpoint's weights. `spans`, which the trainer
     records, are written as --track-spans says.
     """
@@ -125,7 +126,10 @@ def train(
 
 
 def _last_step(run: RunFolder, done: int, total: int) -> int:
-    """Returns the number of the last step to take, of which `done` have been taken; says so if all have."""
+    """Returns the number of the last step that this call is to take, after `done` steps.
+
+    Prints a note if none of the `total` steps is left.
+    """
     if done == total:
         print(f"the run has all of its {total} steps; its results are written again", file=sys.stderr)
     stop_after = run.config.schedule.stop_after
