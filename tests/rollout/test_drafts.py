@@ -211,7 +211,7 @@ def accept_all(rows, proposed, sample, append, turn_is_over):
         sequence.values += [0.0] * len(draft)
         append(sequence, sampled[id(sequence)])
     lengths = [len(draft) for draft in proposed]
-    return Agreement(examined=lengths, accepted=lengths, failed=set())
+    return Agreement(examined=lengths, accepted=lengths, not_finite=set())
 
 
 def test_drafts_that_are_not_verified_change_the_tokens(engine_of, monkeypatch):
@@ -388,7 +388,7 @@ def test_drafts_stop_where_they_are_refused():
     for _ in range(12):
         (draft,) = drafter.propose([sequence], [9])
         lengths.append(len(draft))
-        drafter.count(Agreement(examined=[1 if draft else 0], accepted=[0], failed=set()))
+        drafter.count(Agreement(examined=[1 if draft else 0], accepted=[0], not_finite=set()))
     assert lengths[0] == 6 and lengths[-1] < lengths[0]
     assert sorted(lengths, reverse=True) == lengths
 
