@@ -10,7 +10,7 @@ from r3lite.devices.precision import Precision
 
 @dataclass(frozen=True)
 class Check:
-    """A check: `run` examines one thing in a precision and on its device, and `about` says what."""
+    """A check of one thing. `run` makes it in a precision, on the precision's device; `about` describes the thing."""
 
     name: str
     about: str

@@ -237,6 +237,14 @@ class Episode:
     failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
 
     @property
+    def is_void(self) -> bool:
+        """Returns whether the episode has no reward, whatever is paid.
+
+        The retriever failed at a query, or the last turn searched although it had to answer.
+        """
+        return bool(self.failure) or self.finish == SEARCHING
+
+    @property
     def prediction(self) -> str:
         """Returns the answer of the last step that has one; empty if none has."""
         answers = [step.answer for step in self.steps if step.answer is not None]

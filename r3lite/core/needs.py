@@ -26,7 +26,7 @@ class CommandSettings(dict):
 
 @dataclass(frozen=True)
 class Needs:
-    """Says what some settings of a section need of other settings of the same section."""
+    """A condition that some settings of a section set for other settings of the same section."""
 
     names: str  # of the settings, with blanks between; empty: all settings of the section except those in `but`
     purpose: str  # what the settings need, as the error says it after "it needs"
@@ -47,7 +47,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class NeedsOthers(Needs):
-    """Says what settings need of other sections, too: `met` takes all settings of the command."""
+    """A condition that also concerns other sections: its `met` takes all settings of the command."""
 
     met: Callable[[CommandSettings], object]
 

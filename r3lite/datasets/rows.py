@@ -42,7 +42,7 @@ def converted_rows(
 
     A row for which `convert` returns None is left out. A bad row raises InvalidRecord with file, line (or row) and
     reason; with `skip_bad_rows` bad rows are left out and their number is printed. Raises R3LiteError with the `remedy`
-    if there is no row, or if `needed`, which says what a row is, is given and no row is left.
+    if there is no row. With `needed`, a description of a row for the message, it is also raised if no row is left.
     """
     converted: list[Item] = []
     bad: list[InvalidRecord] = []

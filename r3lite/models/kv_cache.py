@@ -298,9 +298,10 @@ class KVCache:
         self.lengths[:rows] = [position + 1 for position in positions]
         positions_on_device = torch.tensor(positions).to(self.device, non_blocking=True)
         lengths: list[int] = []
-        empty_slots = used * rows - sum(self.lengths[:rows])
-        if self.device.type == "cpu" and empty_slots > ROW_COST * rows:
-            lengths = self.lengths[:rows]
+        if self.device.type == "cpu":
+            empty_slots = used * rows - sum(self.lengths[:rows])
+            if empty_slots > ROW_COST * rows:
+                lengths = self.lengths[:rows]
         return Decode(self, positions_on_device[:, None], used, lengths=lengths)
 
     def mask(

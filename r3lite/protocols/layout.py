@@ -293,7 +293,7 @@ class Layout:
         if request:
             # The answer begins a new message behind the request, at whose end the template may have opened a thought.
             # The turn is still empty: `Thoughts.end` also looks at the tokens just before it.
-            closing_text = self._thoughts.end(tokens, turn_start=len(tokens))
+            closing_text = self._thoughts.end(tokens)
         elif not self._thoughts.in_format:
             # The answer continues the current turn, in which the model may have opened a thought. A format with
             # <think> ends it in its heading: see `Protocol.heading_after_cut_off`.

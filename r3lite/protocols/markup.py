@@ -49,7 +49,7 @@ class Markup:
     def read(self, text: str) -> tuple[list[Block], list[str]]:
         """Returns the blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
         outside, *contents = self._ends.split(text)
-        meanings = [self._meanings[end.lower()] for end in self._ends.findall(text)]
+        meanings = self._meanings_in(text)
         blocks = []
         faults = faults_if(text_outside_tags=outside.strip())
         for i, (tag, opens) in enumerate(meanings):
@@ -72,17 +72,12 @@ class Markup:
 
     def tags_in(self, text: str) -> set[Tag]:
         """Returns the tags that have an end in a text."""
-        meanings = [self._meanings[end.lower()] for end in self._ends.findall(text)]
-        return {tag for tag, _ in meanings}
+        return {tag for tag, _ in self._meanings_in(text)}
 
     def is_open(self, tag: Tag, text: str) -> bool:
         """Returns whether a text opens a tag oftener than it closes it."""
-        openings = 0
-        for end in self._ends.findall(text):
-            end_tag, opens = self._meanings[end.lower()]
-            if end_tag == tag:
-                openings += 1 if opens else -1
-        return openings > 0
+        meanings = self._meanings_in(text)
+        return meanings.count((tag, True)) > meanings.count((tag, False))
 
     def quoted(self, text: str) -> str:
         """Returns text from outside on one line, with U+2039 for the `<` of every tag in it, whatever the tag's letter
@@ -91,6 +86,10 @@ class Markup:
         All else stays, so that a reader sees what the text said; other angle brackets are text.
         """
         return self._ends_in_any_case.sub(lambda end: "\u2039" + end[0][1:], one_line(text))
+
+    def _meanings_in(self, text: str) -> list[tuple[Tag, bool]]:
+        """Returns the meaning of each end of a tag in a text, in order: see `_meanings`."""
+        return [self._meanings[end.lower()] for end in self._ends.findall(text)]
 
     @cached_property
     def _ends(self) -> re.Pattern:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3lite.core.episode import SEARCHING, Episode, Step
+from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.core.records import Record, Source, shown
@@ -119,7 +119,11 @@ class Judge:
 
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
         """
-        judged = [i for i, episode in enumerate(episodes) if _can_be_judged(episode)]
+        judged = []
+        for i, episode in enumerate(episodes):
+            # Others cost no call: they have nothing to judge, or no reward whatever a judge says.
+            if not episode.is_void and (episode.prediction or episode.search_count):
+                judged.append(i)
         with self.spans.span("judge", episodes=len(judged)):
             requests = [request_for(episodes[i]) for i in judged]
             replies = self.client.generate_all(requests, progress, self._watch)
@@ -167,16 +171,6 @@ class Judge:
         if detail:
             cause = f"{cause} ({detail})"
         return R3LiteError(cause, remedy, code="judge-failed")
-
-
-def _can_be_judged(episode: Episode) -> bool:
-    """Returns False for an episode that costs no call.
-
-    It has neither a query nor an answer, or its reward is missing whatever a judge says: see rewards.reward.score.
-    """
-    if episode.failure or episode.finish == SEARCHING:
-        return False
-    return bool(episode.prediction or episode.search_count)
 
 
 def _nothing_right(episode: Episode) -> Verdict:

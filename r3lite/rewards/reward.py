@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.episode import SEARCHING, Episode
+from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.judged import judged_answer
@@ -102,7 +102,7 @@ def score(
     Returns None, a missing reward, if the retriever failed, if the last turn searched although it had to answer, if a
     reward needs a verdict and there is none, or if a named reward is missing.
     """
-    if episode.failure or episode.finish == SEARCHING:
+    if episode.is_void:
         return None
     if verdict is None and needs_verdict(settings):
         return None
