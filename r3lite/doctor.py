@@ -36,12 +36,12 @@ def examine(config: DoctorConfig) -> None:
         return
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks import card, registry, speeds
-    from r3lite.checks.report import CheckLog, print_line, users_own
+    from r3lite.checks.report import CheckLog, hider_of_process, print_line
     from r3lite.devices import machine
     from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
 
     start = time.perf_counter()
-    hide = users_own()
+    hide = hider_of_process()
     path = Path(config.common.output or os.path.expanduser(FILE))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     driver = machine.ask_driver(visible or "0")  # before CUDA is used

@@ -14,7 +14,7 @@ from r3lite import doctor
 from r3lite.checks import registry
 from r3lite.checks.finding import Finding, judged, skipped
 from r3lite.checks.registry import Check
-from r3lite.checks.report import hider
+from r3lite.checks.report import hider, hider_of_process
 from r3lite.checks.speeds import measured_speeds
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
@@ -214,10 +214,42 @@ def test_no_path_and_no_name_of_the_user_is_told(planted, checks, monkeypatch, c
 
 @pytest.mark.parametrize(
     "text",
-    ["15.8 GB/s; products", "see https://pytorch.org/get-started/locally/", "O(T^2)", "2 of 3", "a/b", "causal: flash"],
+    [
+        "15.8 GB/s; products",
+        "it isn't 3 MB/s, it's 4",
+        "see https://pytorch.org/get-started/locally/",
+        "O(T^2)",
+        "2 of 3",
+        "a/b",
+        "causal: flash",
+    ],
 )
 def test_what_is_not_a_path_stays(text):
     assert hider(["/home/zoe"], ["zoe"])(text) == text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "file:///mnt/thesis/x.bin",
+        "./thesis/x.bin",
+        "../thesis/x.bin",
+        "runs/thesis/x.bin",
+        "//server/thesis",
+        "'a b/c'",
+    ],
+)
+def test_paths_of_any_form_are_hidden(path):
+    assert hider([], [])(f"{path} is locked, it's {path}") == "<path> is locked, it's <path>"
+
+
+def test_a_path_behind_a_colon_is_hidden():
+    assert hider([], [])("cannot read:/mnt/thesis/x.bin") == "cannot read:<path>"
+
+
+def test_a_user_without_a_home_has_paths_to_hide_all_the_same(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert hider_of_process()("~ 3 MB in /mnt/x") == "~ 3 MB in <path>"
 
 
 def test_the_real_checks_on_a_cpu(planted, capsys):

@@ -218,6 +218,14 @@ def test_baselines(toy, says, tmp_path, baseline, searches):
         assert scores["retrieval_recall"]["value"] > 0
 
 
+def test_an_immediate_answer_needs_nothing_to_search(toy, says, tmp_path):
+    says({name: [f" {name}town"] for name in ("Ada", "Bob", "Cy")})
+    questions = [{"id": name, "question": f"Where does {name} live?", "answer": name} for name in ("Ada", "Bob")]
+    write_jsonl(tmp_path / "bare.jsonl", questions)
+    assert evaluate.main([*toy, "--baseline", "no-retrieval", "--data", str(tmp_path / "bare.jsonl")]) == 0
+    assert written(tmp_path)[0]["n"] == 2
+
+
 class FakeJudge:
     """Calls the first answer right, and fails at the second."""
 

@@ -8,7 +8,7 @@ from r3lite.ask import AskConfig
 from r3lite.core import command
 from r3lite.core.config import UsageError, flat
 from r3lite.core.files import write_json
-from r3lite.core.inherited import told
+from r3lite.core.inherited import adapter_folder, lines_of_inherited
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.evaluate import EvaluateConfig
 from r3lite.export import ExportConfig
@@ -47,7 +47,7 @@ def test_an_answer_needs_only_the_adapter_and_the_index(desk):
     assert config.inherited["encoder"] == "index" and config.inherited["preset"] == "ppo/adapter"
     assert not {"format", "system_prompt", *of_preset} & config.inherited.keys()
     assert set(config.set_by_user) == {"question", "adapter", "index"}
-    of_run, of_index = told(config)
+    of_run, of_index = lines_of_inherited(config)
     assert of_run == "from ppo/adapter: --preset tiny, --worked-example True, --queries-per-step 2"
     assert of_index == "from index: --encoder my/encoder"
 
@@ -160,3 +160,10 @@ def test_the_summary_and_a_dry_run_say_where_a_setting_is_from(desk, capsys):
     assert command.Command("ask", AskConfig(), work=lambda config: None)([*argv, "--dry-run"]) == 0
     differing = capsys.readouterr().out.partition("\n\n")[0]
     assert "my/encoder  (from index)" in differing and "tiny  (from ppo)" in differing
+
+
+def test_the_adapter_of_an_interrupted_run_is_that_of_its_newest_checkpoint(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-100-copy", "checkpoint-2000.bad"):
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        (tmp_path / name / "adapter" / "adapter_config.json").write_text("{}")
+    assert adapter_folder(tmp_path) == tmp_path / "checkpoint-100" / "adapter"

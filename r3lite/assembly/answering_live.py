@@ -238,7 +238,7 @@ class LiveAnswers:
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
         question = Question(id=f"{number}", text=ask.text, answers=(), source=layout_name)
         if self.finder:
-            question = self.finder.before(question)  # adds the procedure that fits the question
+            question = self.finder.with_procedure(question)  # adds the procedure that fits the question
         sequence = Visitor(
             replace(question, earlier=self._earlier(ask, layout_name, question.procedure)),
             stream=Uniforms(seed),

@@ -44,7 +44,7 @@ class AskSession:
         question = Question(id=f"{self.question_count + 1}", text=text, answers=())
         seed = f"{self.seed}/{self.question_count}"
         if self.finder:
-            question = self.finder.before(question)
+            question = self.finder.with_procedure(question)
         if question.procedure and not self.as_json:
             print(f"{printable(question.procedure)}\n")
         self.question_count += 1

@@ -14,8 +14,6 @@ from r3lite.evaluation.folder import CONFIG, PREDICTIONS, SCORES
 from r3lite.evaluation.scores import Marks, summary
 from r3lite.evaluation.tables import scores_table
 from r3lite.evaluation.text_overlap import bert_score
-from r3lite.protocols.layout import OPENINGS
-from r3lite.protocols.registry import build_protocol
 from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.procedures import open_finder
 from r3lite.retrieval.retriever import build_retriever
@@ -27,7 +25,7 @@ from r3lite.settings import EvaluateConfig
 
 
 def answer_and_score(config: EvaluateConfig, output: Path) -> None:
-    """Writes predictions.jsonl and then scores.json, and prints the scores."""
+    """Writes config.toml, predictions.jsonl and then scores.json, and prints the scores."""
     setup = read_setup(config)
     questions = setup.questions
     # The judge is made before the long part, so that a missing key shows at once.
@@ -49,7 +47,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     retrieve = build_retriever(setup)
     finder = open_finder(config.procedures, lambda: setup.encoder)
     if finder:
-        questions = [finder.before(question) for question in questions]
+        questions = [finder.with_procedure(question) for question in questions]
         matched = sum(bool(question.procedure) for question in questions)
         print(f"{matched} of {len(questions)} questions have a matching procedure")
     # From here on the folder is this evaluation's: after a kill, only the same evaluation may start there again.
@@ -60,14 +58,15 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     episodes = [sequence.episode() for sequence in sequences]
     if setup.query_cache:
         print(setup.query_cache.line())
-    alike = bert_scores(encoder, episodes) if encoder else [None] * len(episodes)
-    marks = [Marks.of(episode, bert_score=score) for episode, score in zip(episodes, alike)]
+    bert_f1s = bert_scores(encoder, episodes) if encoder else [None] * len(episodes)
+    marks = [Marks.of(episode, bert_score=score) for episode, score in zip(episodes, bert_f1s)]
     write_predictions(output, episodes, marks)  # before the judge is asked: its calls may fail or be capped
     verdicts: list[Verdict | None] = []
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
         marks = [
-            judged(mark, episode, verdict) for mark, episode, verdict in zip(marks, episodes, verdicts, strict=True)
+            with_verdict(mark, episode, verdict)
+            for mark, episode, verdict in zip(marks, episodes, verdicts, strict=True)
         ]
         write_predictions(output, episodes, marks)
     record = summary(episodes, marks, config.common.seed)
@@ -81,7 +80,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
 def read_setup(config: EvaluateConfig) -> Setup:
     """Returns what the retriever is built from, with the questions.
 
-    Raises R3LiteError if there is nothing to search.
+    Raises R3LiteError if there is nothing to search, unless --retriever is golden or none.
     """
     setup = Setup(
         config.retrieval,
@@ -89,8 +88,7 @@ def read_setup(config: EvaluateConfig) -> Setup:
         seed=config.common.seed,
         skip_bad_rows=config.data.skip_bad_rows,
     )
-    if build_protocol(config.protocol, OPENINGS[config.evaluate.baseline]).can_search:
-        setup.check()
+    setup.check()
     return setup
 
 
@@ -100,7 +98,7 @@ def write_predictions(output: Path, episodes: list[Episode], marks: list[Marks])
     write_jsonl(output / PREDICTIONS, records)
 
 
-def judged(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:
+def with_verdict(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:
     """Returns the marks of an episode with a judge's verdict on its answer, its analyses and its queries.
 
     Without a verdict, the marks stay as they are.

@@ -71,8 +71,8 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # The budget of --kl-budget checks the update of the round before. It must not if a rollback has undone that
-            # update, which it knows by the number of rollbacks.
+            # --kl-budget judges the update of the previous round. If the number of rollbacks has changed since then,
+            # that update is undone, and there is nothing to judge.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
@@ -277,19 +277,23 @@ def check_searches(config: PpoConfig) -> None:
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
     # --max-hops limits the steps that search: it limits the searches only if each step has one at most.
-    one_query = all(protocol.most_queries == 1 and not protocol.searches_by_graph for protocol in protocols_in_use)
-    searches = config.reward.least_searches
-    if one_query and searches > config.lengths.max_hops:
+    one_search_a_step = all(
+        protocol.most_queries == 1 and not protocol.searches_by_graph for protocol in protocols_in_use
+    )
+    least_searches = config.reward.least_searches
+    if one_search_a_step and least_searches > config.lengths.max_hops:
         raise UsageError(
-            f"--least-searches is {searches}; it must be at most --max-hops, {config.lengths.max_hops}",
+            f"--least-searches is {least_searches}; it must be at most --max-hops, {config.lengths.max_hops}",
             code="searches-beyond-hops",
         )
     if any(protocol.can_search for protocol in protocols_in_use):
         return
     searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:
-        place = "no source has" if config.mixture.sources else f"--format {config.protocol.format} does not have"
+        without_searches = f"--format {config.protocol.format} does not have any"
+        if config.mixture.sources:
+            without_searches = "no source has any"
         raise UsageError(
-            f"--rewards has {searching_rewards[0]}, which needs searches, but {place} any",
+            f"--rewards has {searching_rewards[0]}, which needs searches, but {without_searches}",
             code="reward-without-searches",
         )

@@ -41,7 +41,7 @@ class Round:
 
     sequences: list[Sequence]
     rewards: list[EpisodeReward | None]  # None: the reward is missing
-    groups: list[int]  # numbers 0, 1, ... without gaps; a group has the episodes of one question
+    groups: list[int]  # numbers 0, 1, ...; a group has the episodes of one question
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
@@ -254,7 +254,7 @@ class RoundSampler:
     def run_stages(self, number: int, watch: Stopwatch) -> Round:
         """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
-        # batch_size questions, each num_generations times in a row: one for each episode.
+        # An entry for each episode: batch_size questions, each repeated num_generations times.
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:

@@ -102,8 +102,8 @@ class SFTTrainer:
     def rehearse(self) -> None:
         """Runs the forward and backward passes of a step of the run's longest rows, and drops the gradients.
 
-        A process that is alone runs only the largest micro-batch of them. Micro-batches of other rows may have more
-        tokens, but never more than the memory plan allows for one.
+        A run of one process takes only the largest micro-batch of these rows. A micro-batch of many short rows may be
+        larger, but stays within the memory plan.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -119,8 +119,8 @@ class SFTTrainer:
         """Accumulates the gradients of the mean loss over all `rows` of a step, of which this rank runs a part.
 
         Returns, by source, the part of the mean loss that this rank's rows contribute: the parts of all sources and
-        ranks add up to it. From a GPU they are copied to the host without waiting. Read them only after `state.update`,
-        where a step waits for the device, once.
+        ranks add up to it. They are copied from a GPU without waiting: read them only after `state.update`, the only
+        place where a step waits for the device.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)

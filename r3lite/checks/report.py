@@ -1,6 +1,6 @@
-"""What checks found: printed line by line as they are made, and kept for a file without what would name the user.
+"""What checks found, printed line by line as they are made, and kept for a file.
 
-That is paths, and the names of the user and of the machine.
+Paths and the names of the user and of the machine are taken out of both.
 """
 
 import contextlib
@@ -25,14 +25,25 @@ import r3lite
 from r3lite.checks.finding import REPORT, Finding
 from r3lite.core.errors import R3LiteError
 
-# Finds a path: in quotes, where it may have blanks, or else up to the next blank. The `/` of a unit is not a path.
-PATH = re.compile(r"""(['"])[^'"\n]*[/\\][^'"\n]*\1|(?<![\w./\\:<])(?:[A-Za-z]:)?[/\\]{1,2}[\w.~-][^\s'",;)]*""")
+# A path in quotes may have blanks; any other ends at a blank or a sign. Not a path are a unit (GB/s), an address
+# (https://) and a closing tag (</s>).
+PATH = re.compile(
+    r"""
+    (?<!\w)(['"])[^'"\n]*[/\\][^'"\n]*\1  # in quotes, and not between two apostrophes
+    | (?:  # /a  //server/a  ./a  ../a  C:\a  file:///a  path:/a
+        (?<![\w./\\:<]) (?:[A-Za-z]:|\.{1,2}|file:/)? [/\\]{1,2}
+        | (?<=:)/
+    ) [\w.~-][^\s'",;)]*
+    | (?<![\w./\\:<-])[A-Za-z_~][\w.~-]*(?:[/\\][\w.~-]+){2,}  # a/b/c
+    """,
+    re.VERBOSE,
+)
 MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
 
 @dataclass
 class CheckLog:
-    """The findings of checks, printed as they are made, and held for the file without what names the user."""
+    """The findings of checks, printed as they are made and held for the file; `hide` takes out what names the user."""
 
     hide: Callable[[str], str]
     checks: list[dict] = field(default_factory=list)
@@ -52,6 +63,7 @@ class CheckLog:
             finding = Finding("failed", *message_of(error))
             raised_at = frames(error)
         lines = printed.getvalue().splitlines()
+        # Errors begin with `r3lite.COMMAND:`.
         warnings = [line for line in lines if line.startswith(("warning:", "r3lite."))]
         entry: dict = {"name": name, "state": finding.state, "told": self.hide(finding.message)}
         if finding.remedy:
@@ -76,8 +88,8 @@ class CheckLog:
         return [entry["name"] for entry in self.checks if entry["state"] == "failed"]
 
     @property
-    def measured(self) -> dict[str, float]:
-        """The figures of all checks so far."""
+    def measured(self) -> dict[str, float | None]:
+        """The figures of all checks so far; None for those that are not finite."""
         return {name: value for entry in self.checks for name, value in entry["measured"].items()}
 
 
@@ -122,13 +134,14 @@ def plain(value: float) -> float | None:
 
 def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
     """Returns a function that takes paths out of a text, and the names of the user and of the machine."""
+    # Not `/`, and not `~`, which stands for a home that is not known.
     named_folders = {folder for folder in folders if len(folder) > 1}
     longest_first = sorted(named_folders, key=len, reverse=True)
     words = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names if name]
 
     def hide(text: str) -> str:
         for folder in longest_first:
-            text = text.replace(folder, "/folder")
+            text = text.replace(folder, "/folder")  # a folder's name may have blanks, at which PATH would end
         text = PATH.sub("<path>", text)
         for word in words:
             text = word.sub("<name>", text)
@@ -137,11 +150,12 @@ def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
     return hide
 
 
-def users_own() -> Callable[[str], str]:
+def hider_of_process() -> Callable[[str], str]:
     """Returns a `hider` of this process's folders and of its user."""
     package = str(Path(r3lite.__file__).parent)
+    home = os.path.expanduser("~")
     folders = [
-        os.path.expanduser("~"),
+        home,
         os.getcwd(),
         tempfile.gettempdir(),
         sys.prefix,
@@ -152,5 +166,7 @@ def users_own() -> Callable[[str], str]:
     except (OSError, KeyError, ImportError):  # a user without a name
         user = ""
     machine = platform.node()
-    names = [user, Path.home().name, machine, machine.partition(".")[0]]
+    names = [user, machine, machine.partition(".")[0]]
+    if home != "~":
+        names.append(Path(home).name)
     return hider(folders, names)

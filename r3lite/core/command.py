@@ -127,7 +127,7 @@ class Command:
         check_required(config)
         if self.reads_inputs:
             check_inputs(config)
-        for line in inherited.told(config):
+        for line in inherited.lines_of_inherited(config):
             print(line, file=sys.stderr)
         signal.signal(signal.SIGTERM, terminate)
         self.work(config)

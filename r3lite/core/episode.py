@@ -13,7 +13,7 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-# Only with --learn answer, which samples the last turn of an episode again: that turn searched instead of answering.
+# The last turn searched although it had to answer. Only with --learn answer, which samples last turns anew.
 SEARCHING = "searching"
 
 
@@ -231,14 +231,14 @@ class Episode:
     question: Question
     steps: list[Step] = field(default_factory=list)
     # How it ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING; None while a transcript goes on. The default is for
-    # episodes that are made without saying how they ended.
+    # episodes that no engine has sampled, such as those read from a file.
     finish: str | None = CUT_OFF
     tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
 
     @property
     def is_void(self) -> bool:
-        """Returns whether the episode has no reward, whatever is paid.
+        """Returns whether the episode has no reward, whichever rewards the settings ask for.
 
         The retriever failed at a query, or the last turn searched although it had to answer.
         """

@@ -44,24 +44,34 @@ def run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
     return folder.parent, int(name[1])
 
 
+def folders_by_step(output: Path) -> dict[int, Path]:
+    """Returns the checkpoints in a run folder by step, oldest first, valid or not."""
+    by_step = {}
+    for path in output.glob("checkpoint-*"):
+        name = CHECKPOINT.fullmatch(path.name)
+        if name and path.is_dir():
+            by_step[int(name[1])] = path
+    return dict(sorted(by_step.items()))
+
+
 def adapter_folder(folder: str | Path) -> Path:
     """Returns the folder that has the files of an adapter.
 
     It is the folder itself, or the `adapter/` of a run folder or, if the run was interrupted, of its newest checkpoint.
     """
     folder = Path(folder)
-    checkpoints = sorted(
-        folder.glob("checkpoint-*/adapter"),
-        key=lambda path: (len(path.parent.name), path.parent.name),
-    )
-    for candidate in (folder, folder / ADAPTER, *reversed(checkpoints)):
+    newest_first = [checkpoint / ADAPTER for checkpoint in reversed(folders_by_step(folder).values())]
+    for candidate in (folder, folder / ADAPTER, *newest_first):
         if (candidate / ADAPTER_CONFIG).is_file():
             return candidate
     return folder
 
 
 def no_adapter(path: str) -> str:
-    """Returns that a folder has no adapter, with the runs in it that have one; "" if it has an adapter or a model."""
+    """Returns the end of an error about a folder without an adapter; "" if it has one, or a model.
+
+    It names the runs in the folder that have an adapter.
+    """
     folder = Path(path)
     files = (adapter_folder(folder) / ADAPTER_CONFIG, folder / "config.json", folder / MODEL / "config.json")
     if any(file.is_file() for file in files):
@@ -90,7 +100,10 @@ def _command_and_settings(adapter: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _settings_of_episodes(adapter: str | Path) -> dict[str, Any]:
-    """Returns the settings of a run that other commands may take: not max_length of SFT, which is not of episodes."""
+    """Returns the settings of a run that other commands may take.
+
+    These are all, but for max_length of an SFT run: it limits rows, not episodes.
+    """
     command, settings = _command_and_settings(adapter)
     if command == "sft":
         return {name: value for name, value in settings.items() if name != "max_length"}
@@ -115,7 +128,7 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
     place, of_run = _settings_of_runs(values)
     for section in sections(config).values():
         kinds = kinds_of(type(section))
-        # Prompts and numbers of another format than the one that the user wants are of no use.
+        # If the user chose another format than the run's, the run's prompts and limits of a format are of no use.
         is_other_format = "format" in kinds and "format" in explicit and of_run.get("format") != values["format"]
         for name, kind in kinds.items():
             if name in explicit:
@@ -134,7 +147,7 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
 def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
     """Returns the encoder of the index that is searched or edited; nothing if there is none."""
     place = values.get("index")
-    if values.get("add") or values.get("delete"):
+    if values.get("add") or values.get("delete"):  # of `index`, which edits the index in --output
         place = values["output"]
     if not place or values.get("retriever", VECTOR_RETRIEVERS[0]) not in VECTOR_RETRIEVERS:
         return {}
@@ -145,7 +158,7 @@ def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
 
 
 def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the names of the adapters, or of a model with all weights trained, and what their runs have in common."""
+    """Returns the paths of the adapters, or of a model with all weights trained, and what their runs have in common."""
     adapters = [values.get("adapter")]
     for entry in values.get("adapters") or values.get("average") or ():
         adapters.append(name_and_path(entry)[1])
@@ -159,7 +172,7 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return ", ".join(adapters), in_common([run for run in runs if run])
 
 
-def told(config: Any) -> Iterator[str]:
+def lines_of_inherited(config: Any) -> Iterator[str]:
     """Yields a line for each index or adapter whose settings a command has taken."""
     values = flat(config)
     by_place: dict[str, list[str]] = {}

@@ -20,4 +20,4 @@ TITLES = {
     "rouge_l": "ROUGE-L",
     "bleu": "BLEU",
     "bert_score": "BERTScore",
-}  # sp_recall is left out: with paragraphs as the facts it is the retrieval recall
+}  # sp: supporting facts, which are paragraphs here. sp_recall is left out: it equals the retrieval recall.

@@ -12,11 +12,11 @@ class TokenRecord:
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    # [N] log-probabilities of the actions when they were sampled. Empty: they were not sampled. All 0: a teacher wrote
-    # them.
+    # [N] log-probabilities of the actions when they were sampled. Empty: the actions were not sampled. All 0: a teacher
+    # wrote them.
     logprobs: list[float] = field(default_factory=list)
-    # [N] values of the states before the actions. Empty: as `logprobs`. All 0: there is no critic, or a teacher wrote
-    # the tokens.
+    # [N] values of the states before the actions. Empty: the actions were not sampled. All 0: there is no critic, or a
+    # teacher wrote the tokens.
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

@@ -24,7 +24,7 @@ class OutOfMemory(R3LiteError):
 
 
 class ShrinkingGrant(Grant):
-    """A grant whose figures become smaller when the device runs out of memory. They are part of checkpoints.
+    """A grant whose figures change to need less memory when the device runs out of it. They are part of checkpoints.
 
     Figures that the user gave (`plan.fixed`) stay. `optimizer` has the parameters to whose gradients the work adds. If
     one of several `ranks` runs out of memory, all repeat the work with the same figures.
@@ -51,7 +51,7 @@ class ShrinkingGrant(Grant):
             try:
                 result = work(*args)
             except torch.OutOfMemoryError as error:
-                reason = str(error).splitlines()[0]
+                reason = str(error).partition("\n")[0] or "out of memory"
             except NotFinite as error:
                 if self.ranks.size == 1:
                     raise
@@ -63,7 +63,7 @@ class ShrinkingGrant(Grant):
                 if failure_of_rank:
                     raise failure_of_rank
             reason = next(reason_of_rank for reason_of_rank, _ in outcomes if reason_of_rank)
-            result = None
+            result = None  # this rank's may not have failed
             # Memory is freed outside the except block, whose traceback holds the tensors of the work that failed.
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(start)
@@ -73,7 +73,7 @@ class ShrinkingGrant(Grant):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Drops the gradients of updates that are tried in the `with` block; only figures that became smaller stay.
+        """Drops the gradients of updates that are tried in the `with` block; only changed figures stay.
 
         If the optimizer has made no moments yet, as much memory as they will take is held during the block.
         """
@@ -110,7 +110,7 @@ class ShrinkingGrant(Grant):
             quantize = "nf4" if saved.nf4 else "none"
             cause = "the checkpoint is of a run with another --quantize"
             raise R3LiteError(cause, f"Resume with --quantize {quantize}.", code="quantize-differs")
-        # Streaming is this run's own choice: it changes no number, but needs all layers recomputed.
+        # Streaming is this run's own choice: it changes no result, but needs all layers recomputed.
         saved = replace(saved, stream_layers=self.memory.stream_layers)
         keeps_activations = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
         fits = peak(self.plan.workload, saved) <= self.plan.budget
@@ -118,7 +118,7 @@ class ShrinkingGrant(Grant):
             self.memory = saved
 
     def _shrink(self, phase: Phase, reason: str) -> None:
-        """Makes one figure smaller and says so."""
+        """Changes one figure so that less memory is needed, and says so."""
         smaller = self._smaller(phase)
         if smaller is None:
             cause = f"the device ran out of memory, and no size can be reduced further ({reason})"
@@ -135,12 +135,13 @@ class ShrinkingGrant(Grant):
         self.memory = smaller
 
     def _smaller(self, phase: Phase) -> Memory | None:
-        """Returns the next smaller figures, the cheapest change first; None if there are none."""
+        """Returns figures that need less memory, the cheapest change first; None if there are none."""
         m = self.memory
         w = self.plan.workload
         changes: list[tuple[str, object]] = []
-        if phase == "sample":
-            changes.append(("rollout_batch_size", min(m.rollout_batch_size, w.episodes) // 2))
+        episodes_at_once = min(m.rollout_batch_size, w.episodes)
+        if phase == "sample" and episodes_at_once > 1:
+            changes.append(("rollout_batch_size", episodes_at_once // 2))
         if m.micro_batch_tokens > w.pass_tokens:
             changes.append(("micro_batch_tokens", max(w.pass_tokens, m.micro_batch_tokens // 2)))
         if phase == "update":
@@ -154,6 +155,6 @@ class ShrinkingGrant(Grant):
         if w.on_cuda and not m.offload and phase == "update":
             changes.append(("offload", True))
         for name, value in changes:
-            if name not in self.plan.fixed and value:
+            if name not in self.plan.fixed:
                 return replace(m, **{name: value})
         return None

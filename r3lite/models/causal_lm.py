@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model, and switches and parts of its family. Fields that `config.json` has, too, have its names."""
+    """Sizes of a model, and switches and parts of its family. A field that `config.json` also has keeps that name."""
 
     vocab_size: int
     hidden_size: int
@@ -73,7 +73,7 @@ class ModelConfig:
     rounds_multiplier: bool = False  # whether embedding_multiplier is rounded to the weights' dtype: Gemma
     logits_scaling: float = 1.0  # logits are divided by it
     norm: type[nn.Module] = RMSNorm
-    activation: Callable[[Tensor], Tensor] = swiglu  # takes gate and up side by side: [..., 2 W] -> [..., W]
+    activation: Callable[[Tensor], Tensor] = swiglu  # of gate and up, W wide, side by side: [..., 2 W] -> [..., W]
     layer: "type[Layer] | None" = None  # None: Layer
     trunk: "type[Trunk] | None" = None  # None: Trunk
     is_text_part: bool = False  # of a model that also sees images, see text_part.py

@@ -189,7 +189,8 @@ class Layout:
         faults = [*forced_step.faults, *step.faults]
         answer = None
         if not ended_by_model:
-            faults.append(base.TURN_CUT_OFF)
+            # Faults of an unfinished text mean nothing.
+            faults = [*forced_step.faults, base.TURN_CUT_OFF]
             transcript.finish = CUT_OFF
         elif repeats_request or step.answer is None:
             transcript.finish = MALFORMED
@@ -240,10 +241,9 @@ class Layout:
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
         """Returns the transcript of an episode in which the model wrote `steps`.
 
-        The text of each document is cut to `document_tokens` tokens.
-
-        Its tokens are those of a rollout with the same text, if the question has no earlier messages and no procedure:
-        they are left out here. The limits of `lengths` are not applied.
+        The text of each document is cut to `document_tokens` tokens. Earlier messages and the procedure of the question
+        are left out; if it has neither, the tokens equal those of a rollout with the same text. The limits of `lengths`
+        are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
@@ -281,23 +281,13 @@ class Layout:
         """Appends `request` and the heading of a forced answer; if no answer fits, the episode is CUT_OFF.
 
         `step` gets the answer; None: an empty step, for a baseline. A `request` ends the current message and asks for
-        the answer in a new one; without it, the answer continues the current message. In both cases a new turn begins
-        behind the heading (`Transcript.observe`). By default the heading is the protocol's. An open thought is ended
-        before the heading.
+        the answer in a new one; without it, the answer continues the current message. By default the heading is the
+        protocol's; an open thought is ended before it. The turn, which is what the model samples, begins behind the
+        heading, also within a message (`Transcript.observe`).
         """
         if heading is None:
             heading = self.protocol.answer_opening(len(transcript.steps) + 1)
-        tokens = [*transcript.tokens, *request]
-        # A thought may be open where the answer is to be written.
-        closing_text = ""
-        if request:
-            # The answer begins a new message behind the request, at whose end the template may have opened a thought.
-            # The turn is still empty: `Thoughts.end` also looks at the tokens just before it.
-            closing_text = self._thoughts.end(tokens)
-        elif not self._thoughts.in_format:
-            # The answer continues the current turn, in which the model may have opened a thought. A format with
-            # <think> ends it in its heading: see `Protocol.heading_after_cut_off`.
-            closing_text = self._thoughts.end(tokens, turn_start=transcript.turn_start)
+        closing_text = self._thoughts.end_before_answer(transcript.tokens, request, transcript.turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

@@ -54,7 +54,7 @@ class Headings:
     answer: str = "The final answer:"
 
 
-NUMBERED = re.compile(r"[ \t]*(\d+)\.(?!\d)(.*)")  # 1.5 is no number of a line
+NUMBERED = re.compile(r"[ \t]*(\d+)\.(?!\d)(.*)")  # a line that begins with 1.5 has no number
 # The text for {queries_note} and {verification_note} of the opening prompt, if the options are on.
 QUERIES_NOTE = """Up to {limit} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
@@ -70,8 +70,8 @@ class R3(Protocol):
     """Parses and renders R3 steps.
 
     Parsing undoes rendering: with k = len(earlier) + 1, `parse(render(step, k), earlier)` equals `step` without its
-    documents, for every step without faults that has no more queries than `most_queries` and, if `verifies` is off, no
-    verification.
+    documents. This holds for well-formed steps of at most `most_queries` queries, with a verification only if
+    `verifies` is on.
     """
 
     init_prompt: str
@@ -115,7 +115,7 @@ class R3(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """A turn ends at the heading of documents, where the model begins to invent those of its query."""
+        """A turn ends at the heading of documents, where the model begins to invent the documents of its own query."""
         return (self.headings.documents,)
 
     @cached_property
@@ -201,14 +201,14 @@ class R3(Protocol):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
         # Text between `Step k:` and the first heading is taken for an analysis without its heading, a fault even if an
-        # analysis with its heading follows. If `Step k:` is missing, that alone is the fault.
-        headless_analysis = step_number is not None and preamble.strip()
+        # analysis with its heading follows. Without `Step k:` such text is no further fault.
+        has_headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,
             wrong_step_number=step_number not in (None, len(earlier) + 1),
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=headless_analysis or not analysis,
+            no_analysis=has_headless_analysis or not analysis,
         )
         queries = self._queries(sections, faults)
         answer = _answer(sections.get(self.headings.answer), faults)
@@ -263,7 +263,7 @@ class R3(Protocol):
         """Returns the usable queries of a list of queries, one a line; appends to `faults`."""
         numbers: list[str | None] = []  # None: the line has no number
         queries = []
-        for line in section.splitlines():
+        for line in section.split("\n"):
             if not line.strip():
                 continue
             match = NUMBERED.fullmatch(line)
@@ -302,7 +302,10 @@ def _query(section: str | None, faults: list[str]) -> str | None:
 
 
 def _answer(section: str | None, faults: list[str]) -> str | None:
-    """Returns the answer in a section, as `_query` does the query."""
+    """Returns the first line of a section as the answer; None if there is no section or its first line is blank.
+
+    Appends its faults to `faults`.
+    """
     if section is None:
         return None
     answer, more_lines = _first_line(section)

@@ -76,6 +76,19 @@ class Thoughts:
         has_begun = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
         return has_begun and THOUGHT_END not in text
 
+    def end_before_answer(self, tokens: Sequence[int], request: Sequence[int], turn_start: int) -> str:
+        """Returns the text that ends a thought which is open where a forced answer is to be written; "" if none is.
+
+        The answer stands behind `tokens` and `request`. With a request it begins a new message, in which the template
+        may have opened a thought. Without one it continues the turn that begins at `turn_start`, in which the model may
+        have opened one: a format with <think> ends that in its heading (`Protocol.heading_after_cut_off`).
+        """
+        if request:
+            return self.end([*tokens, *request])
+        if self.in_format:
+            return ""
+        return self.end(tokens, turn_start=turn_start)
+
     def end(self, tokens: Sequence[int], turn_start: int | None = None) -> str:
         """Returns the text that ends the open thought of the turn that begins at `turn_start`, by default after all
         tokens; "" if none is open."""

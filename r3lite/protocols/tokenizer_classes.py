@@ -24,15 +24,14 @@ QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Texts whose splitting depends on what stands before and after them, such as a special token or a line break.
-PIECES = ("Who, in 1987 and 12345?", "I'LL go\n\n  but don't.", " x\t y", "\nThe end", "\u6f22\u5b57")
+PROBE_TEXTS = ("Who, in 1987 and 12345?", "I'LL go\n\n  but don't.", " x\t y", "\nThe end", "\u6f22\u5b57")
 
 
 def other_class(folder: Path, definition: Record, text: str) -> str | None:
-    """Returns the class by which transformers gives other tokens than the folder's `tokenizer.json`; None if there is
-    none.
+    """Returns the name of transformers' class for a folder if its tokens differ from those of `tokenizer.json`, else
+    None.
 
-    The file's rule and the class's encode the same text to compare them: PIECES and `text` with a special token
-    between.
+    To compare them, both encode the same text: PROBE_TEXTS and `text` with a special token between.
     """
     config = read_record(folder / "tokenizer_config.json", "")
     name = class_of(folder, config)
@@ -40,6 +39,7 @@ def other_class(folder: Path, definition: Record, text: str) -> str | None:
     if changes is None:
         return None
     changed = definition.values | changes
+    # These classes build a BPE of their own, without this switch of the file.
     model = definition.values.get("model")
     if isinstance(model, dict) and model.get("ignore_merges"):
         changed["model"] = model | {"ignore_merges": False}
@@ -50,7 +50,7 @@ def other_class(folder: Path, definition: Record, text: str) -> str | None:
     separator = "\n"
     if special_tokens:
         separator = special_tokens[0]
-    probe = separator.join([*PIECES, text])
+    probe = separator.join([*PROBE_TEXTS, text])
     ids_of_file = Backend.from_str(json.dumps(definition.values)).encode(probe).ids
     ids_of_class = Backend.from_str(json.dumps(changed)).encode(probe).ids
     if ids_of_file == ids_of_class:
@@ -64,7 +64,7 @@ def class_of(folder: Path, config: Record) -> str:
     path = folder / "config.json"
     model_type = None
     if path.is_file():
-        model_type = read_record(path, "").values.get("model_type")
+        model_type = read_record(path, "").text("model_type", None)
     if model_type in NEVER:
         return ""
     name = config.values.get("tokenizer_class")
@@ -80,8 +80,8 @@ def _rule(name: str, config: Record, definition: dict[str, Any]) -> dict[str, An
     file."""
     if name == QWEN2:
         words = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
-        pieces = [words, _byte_level(use_regex=False)]
-        return {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}}
+        pretokenizers = [words, _byte_level(use_regex=False)]
+        return {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": pretokenizers}}
     if name == GPT2:
         return {"normalizer": None, "pre_tokenizer": _byte_level(use_regex=True)}
     if name == LLAMA and "ByteLevel" not in json.dumps(definition.get("pre_tokenizer")):

@@ -26,7 +26,7 @@ class Transcript(TokenRecord):
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
-    # `forced_step` as it was when the last turn was closed: --learn answer samples this turn again.
+    # `forced_step` of the last turn, kept after that is closed: `Sequence.reopened` samples the turn again.
     closed_forced_step: Step | None = None
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it

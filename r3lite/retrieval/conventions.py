@@ -35,19 +35,20 @@ FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "p
 # Names of prompts. The first one that the folder has is taken, as by `encode_query` and `encode_document`.
 QUERY = ("query",)
 PASSAGE = ("document", "passage", "corpus")
-# The known keys of each module's file. A key with a list of values changes nothing if it has one of them; a key with an
-# empty list is used here, or changes nothing whatever its value. An encoder with any other key is left to
-# sentence-transformers; a reranker with one is refused.
-STATES = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
-MODULE_KEYS: dict[str, dict[str, list]] = {
+ENCODER_MODALITY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+RERANKER_MODALITY = {"text": {"method": "forward", "method_output_name": "logits"}}
+# The keys of each module's file, each with the values that are supported. An empty list: any value, since the key is
+# read here or has no effect. An encoder with another key or value is left to sentence-transformers; a reranker with one
+# is refused.
+KEYS_OF_MODULES: dict[str, dict[str, list]] = {
     "Transformer": {
         "max_seq_length": [], "do_lower_case": [], "transformer_task": ["feature-extraction"],
-        "modality_config": [STATES], "module_output_name": ["token_embeddings"], "unpad_inputs": [True, False],
+        "modality_config": [ENCODER_MODALITY], "module_output_name": ["token_embeddings"],
+        "unpad_inputs": [True, False],
     },
     "CrossEncoder": {
         "max_seq_length": [], "do_lower_case": [False], "transformer_task": ["sequence-classification"],
-        "modality_config": [LOGITS], "module_output_name": ["scores"], "unpad_inputs": [True, False],
+        "modality_config": [RERANKER_MODALITY], "module_output_name": ["scores"], "unpad_inputs": [True, False],
     },
     "Pooling": {
         "embedding_dimension": [], "word_embedding_dimension": [], "pooling_mode": [], "include_prompt": [],
@@ -60,7 +61,7 @@ MODULE_KEYS: dict[str, dict[str, list]] = {
 ENCODER = "SentenceTransformer"  # `model_type` of config_sentence_transformers.json
 CROSS_ENCODER = "CrossEncoder"
 OF_BOTH = ("model_type", "__version__", "prompts", "default_prompt_name")  # keys of that file for both kinds
-MODEL_KEYS = {
+KEYS_OF_MODEL_FILE = {
     ENCODER: (*OF_BOTH, "similarity_fn_name", "truncate_dim"),
     CROSS_ENCODER: (*OF_BOTH, "activation_fn", "keep_in_fp32_modules"),
 }
@@ -78,7 +79,7 @@ STYLES = (*PREFIXES, OWN)
 
 @dataclass(frozen=True)
 class Conventions:
-    """The conventions of one folder."""
+    """How texts become vectors with the model of a folder, and how these are compared."""
 
     folder: Path
     pooling: str  # mean: over all tokens; cls: the first; last: the last one
@@ -131,17 +132,18 @@ def composed(text: str) -> str:
 
 
 def read_conventions(name: str) -> Conventions:
-    """Returns the conventions of an encoder, a folder or a hub id; the defaults are those of sentence-transformers.
+    """Returns the conventions of the encoder `name`, which is a folder or a hub id. Where its files are silent, the
+    defaults are those of sentence-transformers.
 
     Raises R3LiteError if a file is not of its form.
     """
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     places, reasons = _modules(folder)
-    transformer = optional(folder / "sentence_bert_config.json")
-    pooling = optional(folder / places.get("Pooling", "1_Pooling") / "config.json")
+    transformer = read_optional(folder / "sentence_bert_config.json")
+    pooling = read_optional(folder / places.get("Pooling", "1_Pooling") / "config.json")
     files = {"Transformer": transformer, "Pooling": pooling}
     if "Normalize" in places:
-        files["Normalize"] = optional(folder / places["Normalize"] / "config.json")
+        files["Normalize"] = read_optional(folder / places["Normalize"] / "config.json")
     mode = _pooling(pooling)
     model = read_record(folder / "config.json", REMEDY).text("model_type", "none")
     if model not in MODEL_TYPES:
@@ -160,7 +162,7 @@ def read_conventions(name: str) -> Conventions:
         folder=folder,
         pooling=POOLINGS.get(mode, mode),
         prefixes=_prefixes(settings),
-        max_length=longest(folder),
+        max_length=max_tokens_of(folder),
         lower=transformer.flag("do_lower_case", False),
         dimension=dimension,
         is_normalized=is_normalized,
@@ -175,24 +177,24 @@ def model_settings(folder: Path, kind: str) -> Record:
 
     Raises R3LiteError for a model of another kind than `kind`, and for a key that is not read here and is set.
     """
-    record = optional(folder / "config_sentence_transformers.json")
+    record = read_optional(folder / "config_sentence_transformers.json")
     values = {key: value for key, value in record.values.items() if value is not None}
     record = Record(values, record.source)
     record.choice("model_type", (kind,), kind)
     for key, value in values.items():
-        if key not in MODEL_KEYS[kind] and value:
+        if key not in KEYS_OF_MODEL_FILE[kind] and value:
             raise record.error(f"{key} is {shown(value)}, which r3lite does not support")
     return record
 
 
 def unknown_keys(kind: str, record: Record) -> list[str]:
-    """Returns the keys of a module's file that are neither used here nor without effect."""
-    harmless = MODULE_KEYS[kind]
+    """Returns the keys of a module's file that are not supported, or not with their value."""
+    supported = KEYS_OF_MODULES[kind]
     keys = []
     for key, value in record.values.items():
         if value is None:
             continue
-        if key not in harmless or (harmless[key] and value not in harmless[key]):
+        if key not in supported or (supported[key] and value not in supported[key]):
             keys.append(key)
     return keys
 
@@ -219,6 +221,7 @@ def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
         else:
             places[kind] = module.text("path", "", blank=True)
         if kind == "Transformer" and places[kind]:
+            # `module.path` ends with a dot, and the key is named `path`.
             raise module.error(f"{module.path}path is {places[kind]}; it must be empty for a Transformer")
         is_name = Path(places[kind]).name == places[kind] and places[kind] != ".."
         if places[kind] and not is_name:
@@ -271,33 +274,34 @@ def default_prompt(config: Record) -> str:
 def model_folder(name: str, flag: str, instead: str) -> Path:
     """Returns the folder of a model that `flag` names; the error advises `instead`."""
     remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
-    with explained(R3LiteError, flag, remedy, code="encoder-prompt"):
+    with explained(R3LiteError, flag, remedy, code="model-absent"):
         return resolve_folder(name)
 
 
-def optional(path: Path) -> Record:
+def read_optional(path: Path) -> Record:
     """Returns the JSON object of a file that a folder may lack; an empty one then."""
     if not path.exists():
         return Record({}, Source(str(path), REMEDY))
     return read_record(path, REMEDY)
 
 
-def longest(folder: Path) -> int:
-    """Returns the most tokens of a text, up to LONGEST.
+def max_tokens_of(folder: Path) -> int:
+    """Returns the folder's limit on the tokens of a text, at most LONGEST.
 
     sentence-transformers before 5.4 writes this number into sentence_bert_config.json; since 5.4, it writes the number
     as the limit of the tokenizer.
     """
-    config = optional(folder / "sentence_bert_config.json")
+    config = read_optional(folder / "sentence_bert_config.json")
     if "max_seq_length" in config:
         return min(config.whole("max_seq_length", low=SHORTEST), LONGEST)
-    tokenizer_config = optional(folder / "tokenizer_config.json")
+    tokenizer_config = read_optional(folder / "tokenizer_config.json")
     limit = tokenizer_config.number("model_max_length", LONGEST, SHORTEST)  # without a limit, files have 1e30
     return int(min(limit, LONGEST))
 
 
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
-    """Returns the tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] (or <s> and </s>) among them.
+    """Returns the tokenizer of a tokenizer.json. It cuts texts at `max_length` tokens with [CLS] and [SEP] (or <s> and
+    </s>).
 
     Of a pair of texts it cuts the longer one. Raises R3LiteError if a token id is beyond the `rows` of the embedding.
     """

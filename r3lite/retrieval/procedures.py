@@ -157,7 +157,7 @@ class Finder:
         best = int(np.argmax(scores))
         return self.procedures[best] if scores[best] >= threshold else None
 
-    def before(self, question: Question) -> Question:
+    def with_procedure(self, question: Question) -> Question:
         """Returns the question with the procedure that fits it."""
         procedure = self.find(question.text)
         if procedure is None:

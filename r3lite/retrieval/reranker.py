@@ -19,11 +19,11 @@ from r3lite.retrieval.conventions import (
     REMEDY,
     batches,
     default_prompt,
-    longest,
+    max_tokens_of,
     model_folder,
     model_settings,
-    optional,
     passage_text,
+    read_optional,
     text_tokenizer,
     unknown_keys,
 )
@@ -52,7 +52,7 @@ class CrossEncoder:
         self.batch_size = batch_size
         settings = model_settings(folder, CROSS_ENCODER)
         self.prefix = default_prompt(settings)
-        module = optional(folder / "sentence_bert_config.json")
+        module = read_optional(folder / "sentence_bert_config.json")
         for key in unknown_keys("CrossEncoder", module):
             raise module.error(f"{key} is {shown(module.values[key])}, which r3lite does not support")
         of_version_4 = read_record(folder / "config.json", REMEDY).record("sentence_transformers")
@@ -62,7 +62,7 @@ class CrossEncoder:
                 raise record.error(f"activation_fn is {activation}, which may change the order of passages")
         config = self.model.config
         path = folder / "tokenizer.json"
-        max_length = min(longest(folder), config.max_position_embeddings)
+        max_length = min(max_tokens_of(folder), config.max_position_embeddings)
         self.tokenizer = text_tokenizer(path, max_length, config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
             raise R3LiteError(

@@ -55,10 +55,10 @@ class EpisodeReward:
     def signal(self) -> float:
         """Returns the number that is compared within a group to see if it has variance.
 
-        It is `answer_reward`, or the total if the run has no reward for answers. It decides which groups are refilled,
-        and which are expanded first, and is in frac_reward_zero_std; advantages always come from the total. By the
-        total, a group of wrong answers that differ only in recall would have variance, and would not be replaced by a
-        better one.
+        It is `answer_reward`, or the total if the run has no reward for answers. It decides which groups are refilled
+        and which are expanded first; the metric frac_reward_zero_std is computed from it. Advantages always come from
+        the total. By the total, a group of wrong answers that differ only in recall would have variance, and would not
+        be replaced by a better one.
         """
         if self.answer_reward is None:
             return self.total

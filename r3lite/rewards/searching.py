@@ -5,7 +5,6 @@ missing reward.
 """
 
 from collections.abc import Hashable
-from itertools import accumulate
 
 from r3lite.core.episode import Episode, Step
 from r3lite.protocols.base import IDLE, new_queries
@@ -41,9 +40,9 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
     """Returns, at each step, the gain in recall less `redundancy` times the share of its documents that earlier steps
     retrieved.
 
-    This is G - P of StepSearch (arXiv 2505.15107). G is the mean over the gold paragraphs of how much the documents of
-    the step are more like the paragraph than all earlier documents are. In the paper, likeness is a cosine of words;
-    here it is 1 for the paragraph itself, else 0. The reward is None if no gold paragraph is known.
+    This is G - P of StepSearch (arXiv 2505.15107). G is the mean over the gold paragraphs of how much the greatest
+    likeness of a document to the paragraph rises with the documents of the step. In the paper, likeness is a cosine of
+    words; here it is 1 for the paragraph itself, else 0. The reward is None if no gold paragraph is known.
     """
     gains = gold_recall(episode)
     if gains is None:
@@ -60,20 +59,15 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
 
 def search_count(episode: Episode, most: int = 3) -> list[float]:
     """Returns, at each step, how many of its new queries are among the first `most` of the episode."""
-    rewards = []
-    for earlier, new in _new_queries(episode):
-        counted = min(earlier + new, most) - earlier
-        rewards.append(float(max(0, counted)))
-    return rewards
+    return [float(within) for within, _ in _split_new_queries(episode, most)]
 
 
 def search_excess(episode: Episode, most: int = 3) -> list[float]:
     """Returns -1 at each step with a query that is blank or repeated, and -1 for each new query after the first `most`
     of the episode; a penalty."""
     rewards = []
-    for step, (earlier, new) in zip(episode.steps, _new_queries(episode), strict=True):
-        excess = max(0, earlier + new - max(earlier, most))
-        rewards.append(-float(excess) - float(is_idle(step)))
+    for step, (_, beyond) in zip(episode.steps, _split_new_queries(episode, most), strict=True):
+        rewards.append(-float(beyond) - float(is_idle(step)))
     return rewards
 
 
@@ -82,7 +76,12 @@ def is_idle(step: Step) -> bool:
     return not IDLE.isdisjoint(step.faults)
 
 
-def _new_queries(episode: Episode) -> list[tuple[int, int]]:
-    """Returns for each step how many new queries the steps before it have, and how many it has itself."""
-    counts = new_queries(episode.steps)
-    return list(zip(accumulate(counts, initial=0), counts))
+def _split_new_queries(episode: Episode, most: int) -> list[tuple[int, int]]:
+    """Returns how many of each step's new queries are among the first `most` of the episode, and how many are not."""
+    split = []
+    left = max(0, most)
+    for count in new_queries(episode.steps):
+        within = min(count, left)
+        left -= within
+        split.append((within, count - within))
+    return split

@@ -23,7 +23,7 @@ from r3lite.models.packing import states_before
 
 @dataclass(frozen=True)
 class Rollout:
-    """An episode with its rewards: sampled, or a trace of --traces."""
+    """An episode with its rewards: sampled in this round, replayed from an earlier one, or written by a teacher."""
 
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)

@@ -51,7 +51,7 @@ class UpdateBudget(Protocol):
         """Called in round `number` before it is learned from, with the number of rollbacks of the collapse guard."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the update of the round before by the KL and its standard error; sets the next update's learning rate.
+        """Judges the previous round's update, by the KL and its standard error; sets the next update's learning rate.
 
         If the KL is too large, restores the weights from before that update and returns False. The policy that sampled
         this round is then gone, so the round must not be learned from.
@@ -297,8 +297,7 @@ class Learner:
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # Besides the loss, the numbers of tokens by which `means_of` divides the sums of metrics, under the names
-        # "tokens" and "off_policy/tokens".
+        # `means_of` divides the sums of metrics by the numbers of tokens.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,

@@ -30,7 +30,8 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log-ratio).
 
-    Returns the loss, and as booleans the tokens whose gradient the clip removes: below (A < 0) and above (A > 0).
+    Returns the loss, and two masks of the tokens whose gradient the clip removes: a ratio below the range with A < 0,
+    and one above it with A > 0.
     """
     ratio = log_ratios.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -94,8 +95,8 @@ def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
 
     All other tokens count as one, with the remaining probability: sum_j p_j log(p_j / q_j) + p' log(p' / q'), where
     p' = 1 - sum_j p_j, and q' likewise. It is never above the divergence over the whole vocabulary, and 0 only if both
-    give all k tokens the same probabilities. The k probabilities are not renormalized, so that mass on other tokens
-    counts, too.
+    agree on the probability of each of the k tokens. The k probabilities are not renormalized, so that mass on other
+    tokens counts, too.
     """
     teacher_remainder = _remaining_probability(teacher)
     policy_remainder = _remaining_probability(logprobs)
@@ -170,10 +171,10 @@ def _kind(name: str) -> str:
 def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float) -> dict[str, float]:
     """Measures how far the trainer's probabilities are from the sampler's.
 
-    Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is log pi(now) - log pi(sampled), row 1 the
-    log of the ratio that the algorithm clips.
+    Takes the log-ratios [2, N] of each mini-batch of the first epoch: row 0 is the current log-probability less that of
+    the sampler, row 1 the log of the ratio that the algorithm clips.
 
-    The differences, under TRL's names, are |row 0| of the first mini-batch alone. It is computed before the first
+    The differences, under TRL's names, are |row 0| of the first mini-batch alone. That mini-batch runs before the first
     optimizer step, with the weights of the sampler, so the differences are rounding only. (With --max-staleness 1 they
     may be more: the sampler may have had the weights of the round before.) The share of tokens with a ratio outside the
     clip, whatever their advantages, is over the whole epoch, in which the policy moves. A metric without tokens is left

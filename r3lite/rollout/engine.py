@@ -250,8 +250,8 @@ class Engine:
         if not rows:
             return []
         drafts, hidden = self._run(rows, decoder)
-        # Samples the token after each token of the pass, all at once. Then appends those of each sequence one by one,
-        # as long as they agree with its draft; without drafts that is one token.
+        # First samples what follows each token of the pass. Then appends a sequence's samples up to the first that
+        # differs from its draft; without a draft there is one.
         agreement = append_sampled(
             rows,
             drafts,
@@ -268,13 +268,13 @@ class Engine:
     def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
         """Runs the last token of each row and the draft behind it; returns the drafts and the hidden states [N, C].
 
-        All drafts are empty if the decoder has no drafter, if no draft would save time, or if a number of their pass is
-        not finite.
+        All drafts are empty if the decoder has no drafter, if no draft would save time, if more than DRAFTING_SEQUENCES
+        run, or if a number of their pass is not finite.
         """
         firsts = [row[0] for row in rows]
         drafts: list[list[int]] = []
-        # DRAFTING_SEQUENCES counts sequences, not rows: those of one row share its draft, but each needs logits of its
-        # own, and the memory plan has logits for so many.
+        # The limit counts sequences, not rows: those of one row share its draft and its pass, but each needs logits of
+        # its own, for which the memory plan has room.
         if decoder.drafter and sum(map(len, rows)) <= DRAFTING_SEQUENCES:
             limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
             drafts = decoder.drafter.propose(firsts, limits)

@@ -28,7 +28,7 @@ class Fetcher:
         self.iteration = 0
         self.queued: list[Sequence] = []
         self.queued_since = 0  # iteration at which the first of them was queued
-        # Each with the iteration in which its result is taken at the latest.
+        # Batches of queries that are being retrieved, oldest first: the iteration by which a batch is due, its result.
         self.in_flight: deque[tuple[int, Future]] = deque()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """From logits to tokens by inverse transform sampling: one uniform number per token.
 
 A sequence's tokens depend on its logits and its own stream of uniforms only, never on the rest of the batch. The
-recorded log-probability is that of the untruncated distribution, scaled by the temperature (1 if greedy), which the
-trainer recomputes.
+recorded log-probability is of the softmax of logits / temperature (1 if greedy), without truncation; the trainer
+recomputes the same.
 """
 
 import math
@@ -62,7 +62,7 @@ class Sampler:
         return torch.cat(tokens)
 
     def _truncate(self, probs: Tensor) -> Tensor:
-        """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row one is above 0.
+        """Returns probabilities [B, V] that are 0 where top-k and top-p exclude a token; in each row some stay above 0.
 
         We mask with `probs < kth`, so that NaN rows stay NaN: comparisons with NaN are false.
         """

@@ -63,8 +63,9 @@ class Scheduler:
         return None
 
     def _add(self, sequences: list[Sequence]) -> None:
-        """Puts sequences into the first free row of the cache, in which the caller has left tokens of theirs.
+        """Puts sequences into the first free row of the cache.
 
+        The caller has already put the tokens there that the row begins with: a common prefix, or none.
         The row changes places with the first parked row, so that it is the last running one.
         """
         self.rows.append(sequences)

@@ -33,8 +33,8 @@ class Listener:
 class Sequence(Transcript):
     """A transcript whose actions are sampled.
 
-    `logprobs` are those of the untruncated distribution, scaled by the temperature (1 if greedy). `values` are 0
-    without a critic.
+    `logprobs` are of the softmax of logits / temperature (1 if greedy), without truncation. `values` are 0 without a
+    critic.
     """
 
     stream: Uniforms = field(kw_only=True)  # draws one number per sampled token; each sequence has its own
@@ -65,10 +65,10 @@ class Sequence(Transcript):
         )
 
     def cut_after(self, steps: int, stream: Uniforms) -> "Sequence":
-        """Returns a copy of the sequence that ends where the turn after its first `steps` steps begins.
+        """Returns a copy cut off behind the first `steps` steps and their documents, where the next turn begins.
 
-        The copy has the documents of these steps, and the log-probabilities and values of their action tokens. `stream`
-        draws the tokens that follow.
+        The copy has the log-probabilities and values of the action tokens of these steps. `stream` draws the tokens
+        that follow.
         """
         # Between a step's last token and the next turn are the documents, which are no actions. There is a next turn:
         # a step's documents are cut so that they leave room for it (`Observations.fit`).
@@ -88,9 +88,9 @@ class Sequence(Transcript):
     def reopened(self, stream: Uniforms) -> "Sequence":
         """Returns a copy of the finished sequence that ends where its last turn begins, to sample another last turn.
 
-        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. Nothing follows
-        the turn, because new documents would make another context: a query ends it (SEARCHING), even where the hops are
-        used up. A forced answer is forced again.
+        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. No
+        documents follow it, because all these last turns must have read the same documents: a query ends the episode
+        (SEARCHING), even where the hops are used up. A forced answer is forced again.
         """
         return Sequence(
             self.question,

@@ -169,6 +169,7 @@ class EvaluateSettings(Section):
             "rag": {"max_hops": 1},
             "closed-book": {"retriever": "none", "max_hops": 1},
             "gold": {"retriever": "golden", "max_hops": 1},
+            "no-retrieval": {"retriever": "none"},
         }
     }
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PART, move, open_regular, read_record, write_json
-from r3lite.core.inherited import ADAPTER, CHECKPOINT
+from r3lite.core.inherited import ADAPTER, CHECKPOINT, folders_by_step
 from r3lite.models.tensor_files import write_tensors
 
 MANIFEST = "manifest.json"
@@ -194,16 +194,6 @@ def read(folder: Path) -> Checkpoint:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
     state = _read_state(folder)
     return Checkpoint(state["step"], tensors, state)
-
-
-def folders_by_step(output: Path) -> dict[int, Path]:
-    """Returns the checkpoints in a run folder by step, oldest first, valid or not."""
-    by_step = {}
-    for path in output.glob("checkpoint-*"):
-        name = CHECKPOINT.fullmatch(path.name)
-        if name and path.is_dir():
-            by_step[int(name[1])] = path
-    return dict(sorted(by_step.items()))
 
 
 def newest_valid(output: Path) -> Path | None:

@@ -85,7 +85,7 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A collapse may go back to step 0, which `run.save` would not write: nothing was trained yet.
+                # `write`, because `save` writes no step 0. A collapse may go back to it.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
@@ -119,7 +119,7 @@ def train(
         print(f"stopped after step {last} of {trainer.total}; continue with: {run.resume_command}", file=sys.stderr)
         return False
     # This writes something only if a finished run was resumed into another folder: then no step was taken, and the
-    # folder has no checkpoint yet. In all other cases the last step has just been saved.
+    # folder has no checkpoint yet. In all other cases the last step has been saved before.
     run.save(state, trainer.total)
     run.write_results(state, trainer.total)
     return True

@@ -27,7 +27,7 @@ from r3lite.core.files import (
     write_jsonl,
     write_text,
 )
-from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG
+from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG, folders_by_step
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.core.processes import world
 from r3lite.devices.ranks import ALONE, Ranks
@@ -194,7 +194,7 @@ class RunFolder:
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
         """Removes checkpoints after a step, and writes the config and the logs up to there."""
         sweep(self.output)
-        for checkpoint_step, folder in checkpoint.folders_by_step(self.output).items():
+        for checkpoint_step, folder in folders_by_step(self.output).items():
             if checkpoint_step > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
@@ -340,7 +340,7 @@ def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:
     if _is_checkpoint(Path(resume)):
         return Path(resume)
     newest = checkpoint.newest_valid(run)
-    if newest is None and (resume != "auto" or checkpoint.folders_by_step(run)):
+    if newest is None and (resume != "auto" or folders_by_step(run)):
         remedy = "Pass another run folder or checkpoint, or start a new run with another --output."
         raise R3LiteError(f"{run} has no valid checkpoint", remedy, code="no-valid-checkpoint")
     return newest

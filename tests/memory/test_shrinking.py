@@ -65,8 +65,8 @@ def paid(monkeypatch):
     monkeypatch.setattr(reward, "score", score)
 
 
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has too little.")
+def out_of_memory(message: str = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has too little.") -> None:
+    raise torch.OutOfMemoryError(message)
 
 
 def small_card(monkeypatch, room: int) -> list[int]:
@@ -237,8 +237,8 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
 
 
 def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypatch, capsys):
-    """Every setting is halved down to its least, and then there is an end."""
-    monkeypatch.setattr(supervised.SFTTrainer, "loss", lambda *_: out_of_memory())
+    """Every setting is halved down to its least, and then there is an end, also if the error says nothing."""
+    monkeypatch.setattr(supervised.SFTTrainer, "loss", lambda *_: out_of_memory(""))
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told

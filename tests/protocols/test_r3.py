@@ -165,6 +165,8 @@ def test_several_queries_of_a_step():
     alone = both("Who wrote A?")
     assert SEVERAL.parse(SEVERAL.render(alone, 1), []) == alone
     assert FORMAT.parse(LIST, [Step("x")]).faults == ("no_query_or_answer",)  # without the option it is plain text
+    next_line = both("Who wrote\x85A?", "Who wrote\u2028B?")  # a line of a list ends at "\n", as anywhere in the format
+    assert SEVERAL.parse(SEVERAL.render(next_line, 1), []) == next_line
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
+from r3lite.core.records import Record, Source
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.tokenizer_classes import PIECES, QWEN2_WORDS, class_of, other_class
+from r3lite.protocols.tokenizer_classes import PROBE_TEXTS, QWEN2_WORDS, class_of, other_class
 from r3lite.protocols.tokenizer_files import probe
 from tests.gguf_models import TEMPLATE
 
@@ -78,7 +80,7 @@ def test_it_is_told_if_transformers_gives_other_tokens(folder, split, model_type
     """A qwen2 folder with another splitting rule had 27 tokens here and 29 in transformers, which ignores the rule."""
     transformers = pytest.importorskip("transformers")
     place = folder(split, model_type, tokenizer_class)
-    text = "<s>".join([*PIECES, probe()])
+    text = "<s>".join([*PROBE_TEXTS, probe()])
     theirs = transformers.AutoTokenizer.from_pretrained(place)(text, add_special_tokens=False)["input_ids"]
     same = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
     other = other_class(place, read_record(place / "tokenizer.json", ""), probe())
@@ -91,7 +93,7 @@ def test_it_is_told_if_transformers_gives_other_tokens(folder, split, model_type
 def test_so_is_sentencepiece(folder, split, legacy, tokenizer_class):
     transformers = pytest.importorskip("transformers")
     place = folder(split, "llama", tokenizer_class, legacy=legacy)
-    text = "<s>".join(PIECES)
+    text = "<s>".join(PROBE_TEXTS)
     theirs = transformers.AutoTokenizer.from_pretrained(place)(text, add_special_tokens=False)["input_ids"]
     same = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
     other = other_class(place, read_record(place / "tokenizer.json", ""), "")
@@ -104,6 +106,11 @@ def test_a_run_says_so(folder, capsys):
     assert "by its Qwen2Tokenizer, so its tokens differ; r3lite follows tokenizer.json" in capsys.readouterr().err
     assert Tokenizer.load(folder("qwen2", "qwen2", None)).other_class is None
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_type_that_is_no_text_names_its_file(folder):
+    with pytest.raises(R3LiteError, match=r"config\.json"):
+        class_of(folder("gpt-2", ["qwen2"], None), Record({}, Source("tokenizer_config.json", "")))
 
 
 def test_the_class_of_a_folder(folder):

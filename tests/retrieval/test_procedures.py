@@ -94,9 +94,9 @@ def test_the_best_trigger_then_the_nearest_description_then_nothing(read):
 def test_it_stands_before_the_question_and_nothing_else_changes(read):
     finder, question = Finder(read(row("One", "alpha")), None, 1.0), Question("q", "Is alpha first?", ("yes",))
     expected = "Procedure: One. how\n1. Search (condition: it is long)\n2. Answer"
-    assert finder.before(question) == Question("q", "Is alpha first?", ("yes",), procedure=expected)
+    assert finder.with_procedure(question) == Question("q", "Is alpha first?", ("yes",), procedure=expected)
     other = Question("r", "Is beta?", ())
-    assert finder.before(other) is other
+    assert finder.with_procedure(other) is other
 
 
 def test_the_encoder_is_loaded_only_where_it_is_used(read, tmp_path):

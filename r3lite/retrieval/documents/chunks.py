@@ -14,7 +14,8 @@ from r3lite.core.answer_match import SENTENCE
 
 # 64 blanks count as a token, too, so that a chunk of few tokens is never long.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")
-BREAKS = (SENTENCE, re.compile(r"\n"), re.compile(r"\s+"))  # finer ones are for parts longer than the budget
+# Finer ones are for parts longer than the budget. Empty lines belong to the line before them.
+BREAKS = (SENTENCE, re.compile(r"(?<!\s)\s*\n"), re.compile(r"\s+"))
 
 
 class Unit(NamedTuple):
@@ -33,22 +34,34 @@ def count_tokens(text: str, start: int = 0, end: int | None = None) -> int:
 
 
 def chunks(text: str, budget: int, overlap: int) -> Iterator[str]:
-    """Yields chunks of at most `budget` tokens; each begins with up to `overlap` tokens of whole sentences of the last
-    one.
+    """Yields chunks of at most `budget` tokens. Each repeats the end of the one before: whole sentences of at most
+    `overlap` tokens together.
 
-    A sentence longer than the budget is cut at its lines, a line between its words, a word anywhere.
+    A sentence longer than the budget is cut at its lines, a line between its words, a word anywhere; then whole lines
+    or words are repeated.
     """
+    for start, end in _stretches(text, budget, overlap):
+        # The first line keeps its indentation, which code needs.
+        chunk = text[start:end].lstrip("\r\n").rstrip()
+        if chunk:
+            yield chunk
+
+
+def _stretches(text: str, budget: int, overlap: int) -> Iterator[tuple[int, int]]:
+    """Yields where each chunk begins and ends in a text, also of chunks that have only blanks."""
     units: list[Unit] = []  # of the chunk
     size = 0
     for unit in _units(text, 0, end=len(text), budget=budget, breaks=BREAKS):
         if units and size + unit.tokens > budget:
-            yield _text(text, units)
+            yield units[0].start, units[-1].end
+            # What is left of the chunk begins the next one: no more than the overlap, nor so much that the unit does
+            # not fit.
             while units and (size > overlap or size + unit.tokens > budget):
                 size -= units.pop(0).tokens
         units.append(unit)
         size += unit.tokens
     if units:
-        yield _text(text, units)
+        yield units[0].start, units[-1].end
 
 
 def sentences(text: str, budget: int) -> Iterator[str]:
@@ -82,9 +95,3 @@ def _units(
         elif stop > start:
             yield Unit(start, stop, tokens)
         start = stop
-
-
-def _text(text: str, units: list[Unit]) -> str:
-    """Returns the text of units. Its first line keeps its indentation, which code needs."""
-    chunk = text[units[0].start : units[-1].end]
-    return chunk.lstrip("\r\n").rstrip()

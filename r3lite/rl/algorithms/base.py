@@ -67,7 +67,7 @@ class Algorithm:
     # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
-    # Names of the settings that have an effect with this algorithm, but not with all others.
+    # Names of the settings that this algorithm uses and at least one other ignores.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
@@ -154,10 +154,12 @@ class Algorithm:
     ) -> losses.TokenLoss:
         """Returns the loss [N] of each action token, and further metrics [N], which are logged as means over tokens.
 
-        `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default PPO's clipped loss
-        (arXiv 1707.06347, eq. 7), with --importance-cap times min(pi_old / pi_sampler, cap), less the entropy bonus,
-        plus beta KL if the algorithm has the KL in its loss. The metric `kl` is the k3 estimate whatever --kl-estimator
-        is.
+        `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default the loss is
+
+            PPO's clipped loss (arXiv 1707.06347, eq. 7) * w - entropy_coefficient * entropy + beta * KL,
+
+        where w is min(pi_old / pi_sampler, cap) with --importance-cap, else 1, and the KL is there if `kl_in` is
+        "loss". The metric `kl` is the k3 estimate whatever --kl-estimator is.
         """
         settings = self.settings
         loss, metrics = losses.clipped_surrogate(

@@ -75,6 +75,13 @@ def test_any_text_is_there_whole_and_no_chunk_is_over_the_budget(seed):
         assert at == len(letters)
 
 
+@pytest.mark.parametrize("blanks", ["\n", " ", " \n", "\r\n", "\t"])
+def test_blanks_make_no_chunk_long_and_none_empty(blanks):
+    made = list(chunks("Start" + blanks * 80_000 + "end.", 120, 0))
+    assert [chunk.strip() for chunk in made] == ["Start", "end."]
+    assert all(count_tokens(chunk) <= 120 for chunk in made)
+
+
 @pytest.mark.parametrize("piece", ["x", " ", ".", '."', ". ", "\n \n", "word ", "A. "])
 def test_a_huge_line_takes_no_time_to_speak_of(piece):
     start = time.perf_counter()
