@@ -89,8 +89,8 @@ def replay(path: str, layout: Layout, count: int) -> tuple[list[Question], dict[
             for search in step.searches:
                 documents[question.id, search.query] = list(search.documents)
 
-    def retrieve(pairs: list) -> list[list[Document]]:
-        return [documents[question.id, search.query] for question, search in pairs]
+    def retrieve(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
+        return [documents[question.id, query] for question, query in pairs]
 
     return questions, transcripts, retrieve
 
