@@ -13,8 +13,8 @@ from r3lite.core.inherited import CONFIG, MODEL, run_and_step, settings_of
 from r3lite.training import metrics
 
 QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
-# Optimizer steps. After twice as many, SmolLM2-135M followed the format in 85 % of its steps, and that is the shortest
-# SFT whose effect was measured (bench/results/own-documents.json).
+# Optimizer steps. After twice as many, SmolLM2-135M followed the format in 85 to 90 % of its steps, and that is the
+# shortest SFT whose effect was measured (bench/results/own-documents.json).
 FEWEST_STEPS = 30
 DIGITS = 16  # hexadecimal digits of a hash: any two of a million questions share one with a probability of 3e-8
 
