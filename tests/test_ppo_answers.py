@@ -69,6 +69,7 @@ def test_metrics_say_what_contexts_and_ends_do(finished):
         assert record["completions/mean_length"] <= 64  # tokens of one turn, and not of an episode
         assert record["searches"] > 0
         assert ("grad_norm" in record) == (record["groups/mixed"] > 0)  # else there is nothing to learn from
+        assert ("grad_norm" in record) == (record["contexts/zero_std"] < 1)
     assert any("grad_norm" in record for record in records)
 
 

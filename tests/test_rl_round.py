@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from r3lite.assembly.answer_round import AnswerRound
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
@@ -16,6 +17,7 @@ from r3lite.rl.refill import groups_with_variance
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import PpoConfig
+from r3lite.training.watches import watched
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(3))
 QUESTIONS = [Question(str(i), f"q{i}?", ("yes",), gold=GOLD) for i in range(4)]
@@ -115,6 +117,17 @@ def test_how_many_queries_were_in_the_cache_is_a_metric_of_the_round():
         Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, []), cache=SimpleNamespace(metrics=lambda: metrics)
     )
     assert made.metrics()["queries/cached_ratio"] == 0.25
+
+
+def test_contexts_that_are_not_learned_from_are_counted_as_without_variance():
+    """The metrics of the update see the others alone: the guard found variance in every group."""
+    a, b = QUESTIONS[:2]
+    made = round_of([sequence(a, "0", "yes"), sequence(a, "0")], [sequence(b, "0"), sequence(b, "0")])
+    learned = groups_with_variance(made.signals())
+    ends = AnswerRound(made.sequences, made.rewards, made.groups, learned_groups=learned, drawn=made.sequences)
+    metrics = ends.metrics()
+    assert metrics["contexts/zero_std"] == 0.5
+    assert watched(metrics | {"frac_reward_zero_std": 0.0})["variance"] == 0.5
 
 
 def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():

@@ -57,6 +57,14 @@ def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(caps
     assert told(capsys, EQUAL, EQUAL, algorithm="ppo") == ""
 
 
+@pytest.mark.parametrize("settings", [{"algorithm": "dgpo"}, {"algorithm": "luffy"}, {"learn": "answer"}])
+def test_refills_are_advised_only_to_runs_that_take_them(capsys, settings):
+    """All were told to pass --refill-limit, which these refuse."""
+    few = SOME | {"groups/mixed": 0.0}
+    assert "or --temperature, pass --refill-limit, or train" in told(capsys, few, few)
+    assert "or --temperature, or train" in told(capsys, few, few, **settings)
+
+
 def test_few_groups_that_mix_right_and_wrong_are_told_once(capsys):
     """Rounds without any were not told of: differences of recall alone counted as something to learn from."""
     few, some, unknown = SOME | {"groups/mixed": 0.0}, SOME | {"groups/mixed": 0.25}, SOME
@@ -87,6 +95,15 @@ def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
         "done" not in said and "gave no training signal" in said and "no answer in all 33 rounds was rewarded" in said
     )
     assert outcome_of(config, [before, *[none] * 32, some]) == outcome_of(config, [before]) == "done"
+
+
+def test_a_run_of_answers_whose_contexts_were_all_left_out_is_not_done():
+    """It ended with "done": a round of such contexts trains on nothing, and has no frac_reward_zero_std."""
+    config = with_values(PpoConfig(), {"algorithm": "grpo", "learn": "answer"})
+    right = {"reward": 1.0, "rewards/outcome/mean": 1.0}
+    said = outcome_of(config, [{"step": 1, **right, "contexts/zero_std": 1.0}])
+    assert "the answers of each group are all rewarded alike" in said
+    assert outcome_of(config, [{"step": 1, **right, "contexts/zero_std": 0.75, "frac_reward_zero_std": 0.0}]) == "done"
 
 
 def test_an_episode_without_searches_has_two_turns_at_most():

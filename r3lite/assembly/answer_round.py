@@ -42,14 +42,17 @@ class AnswerRound(Round):
     def metrics(self) -> dict[str, float | None]:
         """Returns means over the ends and over the whole episodes.
 
-        `searches` counts those of the whole episodes, since an end makes no search.
+        `searches` counts those of the whole episodes, since an end makes no search. `contexts/zero_std` is the share of
+        the contexts whose rewards are all equal: frac_reward_zero_std is of the batch, which does not have them.
         """
         episodes = [sequence.episode() for sequence in self.drawn]
+        group_count = len(set(self.groups))
         return super().metrics() | {
             "searches": statistics.fmean(episode.search_count for episode in episodes),
             "contexts/episodes": len(episodes),
             "contexts/recall": statistics.fmean(episode.recall or 0.0 for episode in episodes),
             "contexts/full_recall": statistics.fmean(map(is_context, self.drawn)),
+            "contexts/zero_std": 1 - len(self.learned_groups) / group_count,
             "ends/searching_ratio": statistics.fmean(end.finish == SEARCHING for end in self.sequences),
         }
 

@@ -51,7 +51,6 @@ from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
 
-MORE_MIXED = "Raise --num-generations or --temperature, pass --refill-limit, or train on questions of other difficulty"
 FEW_MIXED = 0.1  # share of groups that mix right and wrong answers, below which a run learns little from answers
 
 
@@ -274,7 +273,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
         rewarded = "answers" if pays_answers else "episodes"
         return (
             f"in {period} the {rewarded} of each group are all rewarded alike, so {config.rl.algorithm} learns nothing "
-            f"from them. {MORE_MIXED}"
+            f"from them. {remedy_of_few_mixed(config)}"
         )
     return ""
 
@@ -290,7 +289,15 @@ def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
     if mean >= FEW_MIXED:
         return ""
     period = rounds_in_words(rounds, "the first ")
-    return f"in {period} only {mean:.0%} of the groups mix right and wrong answers. {MORE_MIXED}"
+    return f"in {period} only {mean:.0%} of the groups mix right and wrong answers. {remedy_of_few_mixed(config)}"
+
+
+def remedy_of_few_mixed(config: PpoConfig) -> str:
+    """Returns how more groups may mix right and wrong answers, without --refill-limit where a run refuses it."""
+    refills = ""
+    if "refill_limit" in ALGORITHMS[config.rl.algorithm].own_settings and config.rl.learn == "episode":
+        refills = "pass --refill-limit, "
+    return f"Raise --num-generations or --temperature, {refills}or train on questions of other difficulty"
 
 
 def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:

@@ -16,7 +16,12 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns x [B, T] with mean 0 and variance 1 over the mask; it is 0 elsewhere."""
+    """Returns x [B, T] with mean 0 and variance 1 over the mask [B, T] bool; it is 0 elsewhere.
+
+    Numbers that are all equal become exactly 0, see `_by_group`.
+    """
+    if all_equal(x[mask]):
+        return torch.zeros_like(x)
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
     scale = torch.rsqrt(variance + 1e-8)

@@ -93,6 +93,8 @@ class KlBudget:
         sampled these episodes is gone, and nothing is to be learned from them.
         """
         if self.rounding is None:
+            if not math.isfinite(kl):  # a pass overflowed fp16, but no update has changed the KL yet
+                kl = 0.0
             self.rounding = kl
         kl -= self.rounding
         if not kl <= MAX_TARGETS * self.target:  # nan is not

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # loaded at run time for --track only
 
 FILE = "metrics.jsonl"
 # Metrics that differ between repeated runs; all others are equal to the bit. (`judge/` counts the calls and the cost of
-# one process; after a resume, earlier verdicts come from the cache.)
-MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
+# one process; after a resume, earlier verdicts come from the cache, as queries do from that of --query-cache.)
+MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib", "queries/cached_ratio")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its estimate of the remaining time

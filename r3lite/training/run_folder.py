@@ -37,6 +37,7 @@ from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
 LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # a scheduler or `> log.txt` may have put them there before the run
+SUMMARY = "summary.json"
 NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # metrics whose means are not in summary.json
 
 
@@ -192,12 +193,13 @@ class RunFolder:
         return step
 
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
-        """Removes checkpoints after a step, and writes the config and the logs up to there."""
+        """Removes what belongs to later steps than `step`, and writes the config and the logs up to there."""
         sweep(self.output)
         for checkpoint_step, folder in folders_by_step(self.output).items():
             if checkpoint_step > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
+                (self.output / SUMMARY).unlink(missing_ok=True)  # else a report takes the run for complete
         # The config to go on with: it names this folder, and not how this process was started.
         config = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
         write_text(self.output / CONFIG, to_toml(config, self.command))
@@ -284,7 +286,7 @@ class RunFolder:
             "checkpoint": f"checkpoint-{total}",
         }
         with self._writing("the summary"):
-            write_json(self.output / "summary.json", summary)
+            write_json(self.output / SUMMARY, summary)
 
 
 def check_folder(command: str, config: RunConfig) -> None:

@@ -148,7 +148,12 @@ def watched(record: dict) -> Numbers:
 
 
 def without_variance(record: dict) -> float | None:
-    """Returns the share of a round's groups whose rewards are all equal, those that were replaced included."""
+    """Returns the share of a round's groups whose rewards are all equal.
+
+    Groups that were replaced, and those that --learn answer leaves out, are counted, too.
+    """
+    if "contexts/zero_std" in record:
+        return record["contexts/zero_std"]
     sampled = record.get("refill/groups")
     if not sampled:
         return record.get("frac_reward_zero_std")

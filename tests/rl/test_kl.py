@@ -29,6 +29,15 @@ def test_the_controller_by_hand():
     assert factors == pytest.approx([1.02, 1.02 * 0.99, 1.02 * 0.99 * 0.98])
 
 
+def test_a_round_without_a_finite_kl_leaves_it():
+    """A pass that overflowed fp16 made the factor nan, and with it all later losses, although the step was skipped."""
+    kl = KlFactor(target=0.1)
+    kl.update(math.nan)
+    assert kl.factor == 1.0
+    kl.update(math.inf)
+    assert kl.factor == pytest.approx(1.02)
+
+
 def test_without_a_target_it_stays():
     kl = KlFactor(target=None)
     kl.update(3.0)

@@ -149,6 +149,14 @@ def test_a_kl_that_is_not_surely_too_large_takes_nothing_back():
     assert run.budget.scale == 0.5
 
 
+@pytest.mark.parametrize("kl", [math.inf, math.nan])
+def test_a_first_round_without_a_finite_kl_says_nothing_of_later_ones(kl):
+    """It was taken for the KL of rounding: later ones, less it, were no numbers, and their updates were taken back."""
+    run = Run([1.0] * 4)
+    assert [run.take(measured) for measured in (kl, 0.0025, 0.01, 0.0225)] == [True] * 4
+    assert run.budget.rounding == 0.0 and run.budget.scale == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("kl", [math.inf, math.nan, 1e30])
 def test_a_kl_without_a_figure_counts_as_a_hundred_targets(kl):
     run = Run([1.0] * 4)

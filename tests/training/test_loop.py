@@ -159,6 +159,7 @@ def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, 
     assert not run(Toy(), resume=str(whole[1] / "checkpoint-3"), stop_after=1)
     assert list(checkpoint.folders_by_step(whole[1])) == [3, 4]
     assert "removing" in capsys.readouterr().err
+    assert not (whole[1] / "summary.json").exists()  # the run is not complete any more
     assert [r["step"] for r in metrics.read(whole[1] / metrics.FILE)] == [1, 2, 3, 4]
 
 

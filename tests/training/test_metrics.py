@@ -165,6 +165,7 @@ def test_clocks_and_gauges_are_told_apart_from_what_must_repeat():
         "time/rollout": 0.2,
         "tokens_per_second": 3.0,
         "peak_memory_mib": 1.0,
+        "queries/cached_ratio": 0.5,
     }
     assert metrics.repeatable(record) == {"step": 1, "loss": 2.0}
 

@@ -3,6 +3,7 @@
 The learner does everything else in the same way for all algorithms.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -34,8 +35,8 @@ class KlFactor:
         self.scale = 1.0
 
     def update(self, kl: float) -> None:
-        """Adapts the factor after a round whose mean KL is `kl`."""
-        if self.target is None:
+        """Adapts the factor after a round whose mean KL is `kl`, unless that is nan: fp16 may overflow in a step."""
+        if self.target is None or math.isnan(kl):
             return
         error = (kl - self.target) / self.target
         clipped_error = min(max(error, -MAX_ERROR), MAX_ERROR)
