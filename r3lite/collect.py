@@ -112,7 +112,8 @@ def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
         advice = "--source gold needs questions with reasoning steps or supporting facts. Without any:"
         return f"{advice}\n{lines_of(*first_demonstrations(config, shared))}"
     if source == "gold":
-        command = ["retrieve", *shared, "--data", config.data.data]
+        of_retrieve = flags_by_user(config, ("preset", "retriever", "corpus", "index", "encoder", "top_k"))
+        command = ["retrieve", *of_retrieve, "--data", config.data.data]
         return f"See what the retriever finds, and raise --top-k:\n{lines_of(command)}"
     trained = result_of_run(config.model.model, config.model.adapter)
     if trained is None:

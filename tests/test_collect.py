@@ -156,7 +156,7 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
     advice = "python -m r3lite.collect --retriever none --source gold --data hotpotqa"
     assert advice in " ".join(printed.err.replace(" --encoder hashing", "").split())
     data = write(tmp_path / "missed.json", [row(1)])
-    assert run(data, tmp_path / "missed.jsonl", "--retriever", "none") == 1
+    assert run(data, tmp_path / "missed.jsonl", "--retriever", "none", "--format", "tags") == 1  # retrieve has none
     assert f"python -m r3lite.retrieve --retriever none --encoder hashing --data {data}" in capsys.readouterr().err
 
 

@@ -1,7 +1,9 @@
 """Preparing a data set: who gets which question, that it can be repeated, and that nothing is written over."""
 
+import datetime
 import hashlib
 import json
+import math
 from itertools import chain
 
 import pytest
@@ -95,6 +97,39 @@ def test_held_out_questions_come_from_their_own_file_and_are_not_trained_on(ques
     assert len(held) == 12 and held <= set(names)
     assert found["train"] == set(BOOKS) - held
     assert f"{len(held & set(BOOKS))} questions of --data are held out" in capsys.readouterr().err
+
+
+def test_ids_that_are_made_differ_between_files_of_the_same_name(tmp_path):
+    """`collect --exclude dev.jsonl` left out the questions to train on that had the same places."""
+    paths = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        rows = [{"question": f"Who is {folder}{i}?", "answer": "x"} for i in range(20)]
+        paths.append(write(tmp_path / folder / "data.jsonl", rows))
+    output = tmp_path / "out"
+    assert run(paths[0], output, "--held-out", str(paths[1])) == 0
+    held_out = [str(output / "dev.jsonl"), str(output / "test.jsonl")]
+    assert len(splits.without(read_questions(output / "train.jsonl"), held_out)) == 20
+
+
+def test_parquet_with_values_that_json_lacks_is_prepared(tmp_path):
+    """NaN made files that could not be read, dates and bytes a traceback."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "question": BOOKS[:20],
+        "answer": [datetime.date(1987, 1, 31)] * 20,
+        "score": [math.nan] * 20,
+        "nested": [{"number": [1.5, math.inf]}] * 20,
+        "image": [b"\xff"] * 20,
+        "text": [b"plain"] * 20,
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert run(tmp_path / "a.parquet", tmp_path / "out") == 0
+    values = {"answer": "1987-01-31", "score": None, "nested": {"number": [1.5, None]}, "image": None, "text": "plain"}
+    rows = parts(tmp_path / "out")["train"]
+    assert len(rows) == 8 and all(row.items() >= values.items() for row in rows)
+    assert read_questions(tmp_path / "out/train.jsonl")[0].answers == ("1987-01-31",)
 
 
 def test_the_manifest_says_what_was_drawn_and_from_what(questions, tmp_path):

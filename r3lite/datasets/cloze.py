@@ -240,19 +240,23 @@ class ClozeMaker:
 
         A gap is one that only one text fills. That text occurs once in the statements of its document.
         """
-        candidates = []
+        all_gaps = []
+        fit_gaps = []
         for of_title in self.statements.values():
             text = "\n".join(of_title).casefold()
             for statement in of_title.values():
                 for start, end in spans(statement.text):
                     gap = ClozeGap(statement, start, end)
+                    all_gaps.append(gap)
                     words = WORD.findall(gap.masked(" "))
                     is_told = folded(gap.answer) in folded(statement.passage.title)
                     if len(words) >= FEWEST_WORDS and not is_told and text.count(gap.answer.casefold()) == 1:
-                        candidates.append(gap)
+                        fit_gaps.append(gap)
+        unique = set(unambiguous(all_gaps))
         gaps: dict[Statement, list[ClozeGap]] = defaultdict(list)
-        for gap in unambiguous(candidates):
-            gaps[gap.statement].append(gap)
+        for gap in fit_gaps:
+            if gap in unique:
+                gaps[gap.statement].append(gap)
         return gaps
 
     def _links(self) -> list[tuple[ClozeGap, str]]:
@@ -330,7 +334,7 @@ def unambiguous(gaps: Sequence[ClozeGap]) -> list[ClozeGap]:
 
 def _quoted(sentence: str, name: str) -> str:
     """Returns a sentence in quotation marks, after the name of what it is about unless it has that itself."""
-    if name in sentence:
+    if not name or mentions(sentence, name):
         return f'"{sentence}"'
     return f'{name}: "{sentence}"'
 
@@ -364,12 +368,12 @@ def split(
     """Returns the questions to train on, and the questions to test on.
 
     The latter are those whose answers are in a `share` of the documents, in which no question to train on has its
-    answer. If there is a share and more than one document, both lists have questions.
+    answer. If the share is between 0 and 1, both lists have questions; of a single document, all are to train on.
     """
     titles = list(dict.fromkeys(folded(question.statements[-1].passage.title) for question in questions))
     random.Random(f"{seed}/test").shuffle(titles)
     count = round(share * len(titles))
-    if 0 < share < 1 and len(titles) > 1:
+    if 0 < share < 1:
         count = min(max(count, 1), len(titles) - 1)
     held_out = set(titles[:count])
     training = []

@@ -2,6 +2,7 @@
 Knows no meaning of a row."""
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 JSON_NAMES = (".json", ".jsonl")
+# In the types of the columns of a parquet file whose values JSON may lack: NaN, dates, bytes, decimal numbers.
+BEYOND_JSON = re.compile("float|double|time|date|duration|binary|decimal")
 MEND = "Fix or remove the row, or pass --skip-bad-rows."
 TABLE = "Save it as CSV in UTF-8 with the names of the columns in its first line, such as question,answer."
 ROWS_OF_TABLE = "Its first line has the names of the columns, such as question,answer; each further line is a row."
@@ -189,17 +192,35 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
         failures, f"{path} cannot be read as parquet", "Download the file again.", code="parquet-unreadable"
     ):
         file = pyarrow.parquet.ParquetFile(path)
+        beyond_json = [field.name for field in file.schema_arrow if BEYOND_JSON.search(str(field.type))]
         json_fields = [field for field in file.schema_arrow if _has_json(field)]
         batches = file.iter_batches(batch_size=256)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             source = Source(f"{path}, row {number}", MEND)
+            row |= {name: _in_json(row[name]) for name in beyond_json}
             try:
                 decoded = {field.name: _decoded(row[field.name], field) for field in json_fields}
             except InvalidRecord as error:
                 on_bad(InvalidRecord(f"{source.where}: {error.cause}", MEND, code=error.code))
                 continue
             yield Record(row | decoded, source)
+
+
+def _in_json(value: Any) -> Any:
+    """Returns a value as JSON can have it: dates and decimal numbers as text; nothing for NaN and infinity."""
+    text = json.dumps(value, default=_text_of)
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def _text_of(value: Any) -> str | None:
+    """Returns a date, a decimal number or bytes in UTF-8 as text; None for other bytes, such as an image."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _is_json(field: "pyarrow.Field") -> bool:

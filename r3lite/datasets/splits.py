@@ -43,7 +43,7 @@ def draw(
     rows = rows_of(data.data, data)
     pool = rows
     if held_out is not None:
-        pool = rows_of(held_out, data)
+        pool = rows_of(held_out, data, prefix="held-out-")
     size = sizes.dev_size + sizes.test_size
     drawn = sampled(stream, list(pool), size, setting="--dev-size and --test-size together are")
     dev_places = set(stream.sample(range(len(drawn)), sizes.dev_size))
@@ -91,13 +91,16 @@ def drawn_to_train(
     return train, sampled(stream, remaining, rl_size, setting="--rl-size is")
 
 
-def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
-    """Returns the rows of all usable questions of a data set, by the key of the question: no two ask alike."""
+def rows_of(name: str, data: QuestionSettings, prefix: str = "") -> dict[str, dict]:
+    """Returns the rows of all usable questions of a data set, by the key of the question: no two ask alike.
+
+    Rows without an id get one, which begins with `prefix`: files of different data sets may have the same name.
+    """
 
     def keyed(question: Question, row: Record) -> tuple[str, dict]:
         values = row.values
         if not _has_id(row):  # without an id, its id would be its place in the new file
-            values = values | {"id": question.id}
+            values = values | {"id": f"{prefix}{question.id}"}
         return question_key(question.text), values
 
     rows: dict[str, dict] = {}

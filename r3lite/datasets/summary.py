@@ -7,7 +7,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Question
 from r3lite.datasets.sources import entries_of, has_steps, read_data, read_questions_of
-from r3lite.settings import DataSettings, PpoConfig, ProtocolSettings, SftConfig, SourceSettings
+from r3lite.settings import DataSettings, NewQuestionSettings, PpoConfig, ProtocolSettings, SftConfig, SourceSettings
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
     paths = [entry["file"] for entry in entries_of(data, mixture)]
     if data.data:
         paths.append(data.data)
+    if isinstance(data, NewQuestionSettings):
+        paths += data.exclude or ()
     for path in paths:
         if not Path(path).exists():
             return path

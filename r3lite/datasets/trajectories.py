@@ -180,7 +180,13 @@ def _stripped(step: Step) -> Step:
     answer = step.answer
     if answer is not None:
         answer = answer.strip()
-    return replace(step, analysis=step.analysis.strip(), searches=searches, answer=answer)
+    return replace(
+        step,
+        analysis=step.analysis.strip(),
+        searches=searches,
+        answer=answer,
+        verification=step.verification.strip(),
+    )
 
 
 def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:

@@ -84,6 +84,24 @@ def test_each_gap_has_one_answer():
     assert any("cost the town (1) pounds" in question.text for question in ClozeMaker(again).questions(0))
 
 
+def test_a_title_stands_before_a_sentence_that_has_it_only_within_a_word():
+    """Without it both asked the same, and the answer was that of one of them."""
+    text = "Adapters were first sold by the company in {} to all."
+    documents = [Document("1", "Ada", text.format(1981)), Document("2", "Apt", text.format(1992))]
+    quoted = '"Adapters were first sold by the company in (1) to all."'
+    expected = {f"What is (1)? Ada: {quoted}": "1981", f"What is (1)? Apt: {quoted}": "1992"}
+    assert {question.text: question.answer for question in ClozeMaker(documents).questions(0)} == expected
+    documents = [Document("1", "", "It was first sold in 1981")]
+    assert [q.text for q in ClozeMaker(documents).questions(0)] == ['What is (1)? "It was first sold in (1)"']
+
+
+def test_what_another_document_says_in_a_gap_counts_also_if_it_says_it_twice():
+    text = "The company in the valley has {} employees on its list."
+    first = Document("1", "Report (2019)", text.format(512))
+    second = Document("2", "Report (2020)", f"{text.format(600)} There were 600 of them in the winter.")
+    assert ClozeMaker([first, second]).questions(0) == []
+
+
 def test_no_question_of_the_world_tells_its_answer_and_the_same_seed_makes_the_same():
     passages = read_corpus(shipped("data", "world", "corpus.jsonl"))[-200:]
     questions = make_questions(passages, 3, 60)
@@ -101,6 +119,7 @@ def test_no_question_of_the_world_tells_its_answer_and_the_same_seed_makes_the_s
     assert not answered[0] & answered[1] and 0 < len(testing) < len(training)
     assert split(questions, 0.0, 0) == (questions, []) and split(questions, 1.0, 0) == ([], questions)
     assert all(split(questions[:2], share, 0)[0] for share in (0.01, 0.99))
+    assert split(questions[:1], 0.99, 0) == (questions[:1], [])
 
 
 def test_passages_without_names_and_numbers_are_refused():

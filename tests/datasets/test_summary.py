@@ -20,6 +20,13 @@ def test_what_is_not_here_is_named_and_not_downloaded(summary, config, noun):
     assert summary(with_values(config, {"sources": ["gone.jsonl=2"]})).text.startswith("gone.jsonl is not here yet")
 
 
+def test_questions_to_leave_out_are_not_downloaded(tmp_path):
+    write_jsonl(tmp_path / "q.jsonl", [{"question": "Who?", "answer": "Ann"}])
+    values = {"data": str(tmp_path / "q.jsonl"), "exclude": ["hotpotqa,validation"]}
+    text = "hotpotqa,validation is not here yet: its questions are not counted"
+    assert summary_of_rl(with_values(PpoConfig(), values)) == Summary(text=text)
+
+
 def test_rows_that_cannot_be_read_are_told_before_the_run(tmp_path):
     write_jsonl(tmp_path / "q.jsonl", [{"question": "Who?", "answer": "Ann"}])
     data = {"data": str(tmp_path / "q.jsonl")}

@@ -211,6 +211,16 @@ def test_steps_that_search_are_refused_by_a_format_without_search():
         row_from_json(row, build_protocol(ProtocolSettings(format="solution")))
 
 
+def test_spaces_around_a_verification_are_no_change():
+    """They are none around the other texts of a step; such a row was refused."""
+    protocol = build_protocol(ProtocolSettings(verification=True))
+    last = {"analysis": "Known. ", "answer": " a", "verification": " [1] shows a\n"}
+    steps = [{"analysis": "Look.", "query": "q", "documents": []}, last]
+    values = {"id": "1", "question": "Q?", "answers": ["a"], "steps": steps}
+    row = row_from_json(Record(values, Source("a.jsonl, line 1")), protocol)
+    assert row.steps[-1] == Step("Known.", answer="a", verification="[1] shows a")
+
+
 def write(path, *rows):
     path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     return path
