@@ -7,7 +7,7 @@ from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
-from r3lite.settings.addresses import collection_server
+from r3lite.settings.addresses import check_address, collection_server
 from r3lite.settings.common import budget_bytes
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
@@ -45,13 +45,22 @@ def work(config: IndexConfig) -> None:
             "--documents or --corpus is missing: pass a folder, or JSONL passages (id, title, text)",
             code="corpus-missing",
         )
-    if collection_server(output or ""):
+    if fills_collection(output):
         building.fill(settings, config.chunking, output)
         return
     output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     building.check_output(output)  # before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
         building.build_folder(settings, config.chunking, output)
+
+
+def fills_collection(output: str | None) -> bool:
+    """Tells whether an output is a Qdrant collection. Raises UsageError if its address is wrong."""
+    server = collection_server(output or "")
+    if server is None:
+        return False
+    check_address("the address of --output", server, "qdrant://host:6333/collection")
+    return True
 
 
 def plan(config: IndexConfig) -> str:
@@ -63,7 +72,8 @@ def plan(config: IndexConfig) -> str:
     from r3lite.retrieval.vectors import choose
 
     settings = config.index
-    if config.common.output and not (settings.edits or collection_server(config.common.output)):
+    in_collection = not settings.edits and fills_collection(config.common.output)
+    if config.common.output and not (settings.edits or in_collection):
         building.check_folder(Path(config.common.output).resolve())
     if settings.documents:
         count = len(read_folder(settings.documents, config.chunking).documents)
@@ -73,6 +83,8 @@ def plan(config: IndexConfig) -> str:
         return "For an estimate, pass --documents or --corpus."
     dimension = local_dimension(settings.encoder)
     assumed = "" if dimension else f" (assuming {UNKNOWN} dimensions, because the encoder is not on this machine)"
+    if in_collection:  # the server decides what it keeps in memory
+        return f"Estimate\n  {count:,} x {dimension or UNKNOWN}: {config.common.output} keeps them{assumed}"
     design = choose(
         kind=settings.index_type,
         passages=count,

@@ -114,7 +114,9 @@ def show_query(config: RetrieveConfig) -> None:
         text = " ".join(document.text.split())
         if len(text) > SHOWN:
             text = f"{text[:SHOWN]}..."
-        heading = f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {title}"
+        # A server of others may give no scores.
+        score = "-" if document.score is None else f"{document.score:.4f}"
+        heading = f"{rank:>3}  {score}  {document.source}  [{document.id}] {title}"
         print(printable(f"{heading}\n     {text}"))
     if not outcome:
         print("nothing found")

@@ -6,8 +6,10 @@ import re
 import pytest
 
 from r3lite import index, retrieve
+from r3lite.core.episode import Document
 from r3lite.core.files import shipped, sole_writer, write_jsonl
 from r3lite.datasets.qa import read_questions
+from r3lite.retrieval import remote
 from r3lite.retrieval.lexical import Lexical
 from tests.errors import shows
 
@@ -105,6 +107,21 @@ def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
     assert shows(capsys.readouterr().err, "nothing-to-search")
 
 
+def test_a_document_without_a_score_is_shown(capsys, monkeypatch):
+    """A server that gives no scores made --query fail with a traceback."""
+    found = Document("7", "Blue Harbor", "A film.", source="http://here/retrieve")
+    monkeypatch.setattr(remote, "remote_retriever", lambda setup, top_k: lambda pairs: [[found]])
+    assert retrieve.main(["--retriever", "http://here/retrieve", "--query", "x"]) == 0
+    assert capsys.readouterr().out == "  1  -  http://here/retrieve  [7] Blue Harbor\n     A film.\n"
+
+
+def test_a_folder_where_recall_cannot_be_written_is_refused_before_the_questions_are_read(tmp_path, capsys):
+    (tmp_path / "file").write_text("no questions")
+    asked = ["--data", str(tmp_path / "file"), "--encoder", "hashing", "--output", str(tmp_path / "file" / "r")]
+    assert retrieve.main(asked) == 1
+    assert shows(capsys.readouterr().err, "system-error", str(tmp_path / "file"))
+
+
 def test_gaps_of_a_corpus_are_reported_with_what_they_cost(tmp_path, capsys):
     data, gold = str(shipped("data", "world", "test.jsonl")), {}
     for question in read_questions(data, 20):
@@ -121,7 +138,8 @@ def test_gaps_of_a_corpus_are_reported_with_what_they_cost(tmp_path, capsys):
     assert told["n"] == 20 and told["missing"] == len(lacking)
     assert told["best_recall"] == pytest.approx(1 - sum(1 / len(q.gold) for q in lacking) / 20)
     assert recall(tmp_path / "r")[1] <= told["best_recall_at"]["5"]
-    assert f"the corpus lacks {told['missing']} of {told['gold']} gold paragraphs" in out
+    of_questions = f"in {len(told['questions'])} of {told['n']} questions"
+    assert f"the corpus lacks {told['missing']} of {told['gold']} gold paragraphs, {of_questions}\n" in out
     assert retrieve.main([*asked, "--gap-report", str(report), "--output", str(tmp_path / "s")]) == 1
     assert "already exists" in capsys.readouterr().err and not (tmp_path / "s").exists()
 
@@ -270,6 +288,7 @@ def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_p
         "documents   1 (0 duplicate passages)" in told
         and "  1 not in UTF-8: latin.txt" in told
         and "passages    2\n" in told
+        and "skipped     1, listed in skipped.jsonl of the index" in told
     )
     skipped = (tmp_path / "index" / "skipped.jsonl").read_text(encoding="utf-8")
     assert json.loads(skipped)["path"] == "latin.txt"
@@ -280,6 +299,10 @@ def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_p
         assert re.search(r"  \[films\.md#[0-9a-f]{16}\] Films > Brenn$", lines[0])
         assert lines[1] == "     Ann Dahl directed Brenn."
     assert index.main(arguments) == 0  # again, over an index with skipped.jsonl
+    (docs / "tor.txt").write_text("Bo lives.", encoding="utf-8")
+    capsys.readouterr()
+    assert index.main(["--add", str(docs), "--encoder", "hashing", "--output", folder]) == 0
+    assert "skipped     1\n" in capsys.readouterr().out  # not listed: skipped.jsonl is that of the first folder
     assert index.main([*arguments, "--corpus", "x.jsonl"]) == 2
     assert "remove one" in capsys.readouterr().err
     assert index.main([*arguments, "--chunk-tokens", "32", "--chunk-overlap", "17"]) == 2

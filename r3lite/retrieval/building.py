@@ -218,7 +218,7 @@ def _replace(folder: Path, work: Path) -> None:
 
 def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
     """Builds the index folder, in place of an index of the same passages."""
-    documents, folder = passages_of(settings, chunking)
+    documents, folder = passages_of(settings, chunking, is_listed=True)
     with gathered(output, documents) as gathered_passages:
         device = device_of(settings)
         encoder = _encoder(settings, gathered_passages.passages, device)
@@ -270,12 +270,16 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
 def passages_of(
     settings: IndexSettings,
     chunking: DocumentSettings,
+    is_listed: bool = False,
 ) -> tuple[Iterator[Document], DocumentFolder | None]:
-    """Returns the passages of --documents, with the folder that was read, or those of --corpus."""
+    """Returns the passages of --documents, with the folder that was read, or those of --corpus.
+
+    `is_listed` tells whether the caller lists the files that were skipped, as only a new index has them.
+    """
     if not settings.documents:
         return corpus.stream_corpora(settings.corpus, settings.skip_bad_rows), None
     folder = read_folder(settings.documents, chunking)
-    print(folder.summary(), flush=True)  # before the encoding, which may take hours
+    print(folder.summary(is_listed), flush=True)  # before the encoding, which may take hours
     return iter(folder.documents), folder
 
 

@@ -67,7 +67,12 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
         if bad:
             print(f"{path}: skipped {len(bad)} bad lines; the first: {bad[0].cause}", file=sys.stderr)
         if count == 0:
-            raise R3LiteError(f"{path} contains no passage", REMEDY, code="corpus-empty")
+            raise no_passage(path)
+
+
+def no_passage(path: str | Path) -> R3LiteError:
+    """Returns the error for a corpus without a passage."""
+    return R3LiteError(f"{path} contains no passage", REMEDY, code="corpus-empty")
 
 
 def _document(record: Record) -> Document:
@@ -83,9 +88,12 @@ def _document(record: Record) -> Document:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of lines of a file that are not blank."""
+    """Returns the number of lines of a corpus that are not blank. Raises R3LiteError if there is none."""
     with open_regular(path, REMEDY) as file:
-        return sum(1 for line in file if line.strip())
+        count = sum(1 for line in file if line.strip())
+    if count == 0:
+        raise no_passage(path)
+    return count
 
 
 def noise(question: Question, rate: float, draw: random.Random) -> list[Document]:

@@ -380,9 +380,13 @@ def local_dimension(name: str) -> int | None:
 def _local(name: str, file: str) -> Path | None:
     """Returns the path of a model's file if it is on this machine, else None."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None
-    cached = try_to_load_from_cache(name, file)
+    try:
+        cached = try_to_load_from_cache(name, file)
+    except HFValidationError:  # no hub id, but the path of a folder that does not exist
+        return None
     return Path(cached) if isinstance(cached, str) else None

@@ -64,7 +64,7 @@ class Collection:
                 code="qdrant-unencrypted",
             )
         self.client = QdrantClient(
-            host=host,
+            host=f"[{host}]" if ":" in host else host,  # an IPv6 address
             port=parts.port or 6333,
             https=encrypted,
             api_key=key,

@@ -24,6 +24,7 @@ from r3lite.retrieval.encoder import Encoder
 PROBE = "Who directed the film that won the prize in 1994?"
 WAIT = 30  # seconds to wait for another process that writes
 COLUMNS = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
+OTHER_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('queries', 'sqlite_stat1')"
 # A query for the bytes of the file that are in use.
 USED = "(page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
@@ -48,6 +49,9 @@ class QueryCache:
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # Vectors that a power cut loses are encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
+            # Deleting queries would never bring the file of another program below the limit.
+            if self._file.execute(OTHER_TABLES).fetchone():
+                raise sqlite3.DatabaseError("it is another program's database")
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:

@@ -22,6 +22,7 @@ CUTS = (2, 5, 10)
 def check_output(output: Path, gap_report: str | None) -> None:
     """Raises R3LiteError, before anything is read, if an output already exists or cannot be written."""
     check_free(output, gap_report)
+    check_writable(output if output.exists() else output.absolute().parent)
     if gap_report:
         check_writable(Path(gap_report).absolute().parent)
 
@@ -147,7 +148,7 @@ def write_gaps(
     """Writes and prints which gold paragraphs the corpus lacks."""
     gap_report = report(gaps(questions, documents), cuts)
     missing = f"{gap_report['missing']} of {gap_report['gold']} gold paragraphs"
-    print(f"the corpus lacks {missing} of {len(gap_report['questions'])} questions")
+    print(f"the corpus lacks {missing}, in {len(gap_report['questions'])} of {gap_report['n']} questions")
     best = ", ".join(f"{value:.4f} at {k}" for k, value in gap_report["best_recall_at"].items())
     print(f"the best possible recall is {gap_report['best_recall']:.4f}: {best}")
     write_json(path, gap_report)

@@ -169,7 +169,8 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     for candidate in estimates:
         if max(candidate.search, candidate.build) <= budget:
             return candidate
-    smallest = estimates[-1]
+    # Not always the last: training takes opq-ivf-pq more memory than a small index of another kind takes in all.
+    smallest = min(estimates, key=lambda candidate: max(candidate.search, candidate.build))
     needed_mib = math.ceil(max(smallest.search, smallest.build) / (1 << 20))
     alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
     cause = f"the index does not fit in {_size(budget)}: {smallest.summary()}"

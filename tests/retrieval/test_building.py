@@ -169,3 +169,12 @@ def test_a_dry_run_tells_what_the_index_takes(tmp_path, capsys):
     assert "flat, 1 x 2048: 0.0 MiB to search" in capsys.readouterr().out
     assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--memory-budget", "4", "--dry-run"]) == 2
     assert shows(capsys.readouterr().err, "bad-memory-size", "--memory-budget", "4")
+    absent = str(tmp_path / "no" / "encoder")
+    assert recipe.main(["--corpus", str(corpus), "--encoder", absent, "--dry-run"]) == 0
+    assert "the encoder is not on this machine" in capsys.readouterr().out
+    assert recipe.main(["--corpus", str(corpus), "--output", "qdrant://here/towns", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 768: qdrant://here/towns keeps them" in out and "to search" not in out
+    corpus.write_text("\n")
+    assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--dry-run"]) == 1
+    assert shows(capsys.readouterr().err, "corpus-empty", str(corpus))

@@ -155,6 +155,23 @@ def test_an_address_without_a_collection_is_refused(address):
         qdrant.Collection(address, None)
 
 
+@pytest.mark.parametrize("address", ["qdrant://here:port/towns", "qdrant://user:password@here/towns"])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_wrong_address_is_refused_before_the_encoder_is_loaded(tmp_path, capsys, address, dry):
+    corpus = str(tmp_path / "c.jsonl")
+    write_jsonl(corpus, [passage.to_json() for passage in PASSAGES])
+    assert recipe.main(["--corpus", corpus, "--encoder", "no-encoder", "--output", address, *dry]) == 2
+    assert shows(capsys.readouterr().err, "bad-address", "--output")
+
+
+def test_an_ipv6_address_stands_between_brackets(monkeypatch):
+    package = pytest.importorskip("qdrant_client")
+    given = {}
+    monkeypatch.setattr(package, "QdrantClient", lambda **settings: given.update(settings))
+    qdrant.Collection("qdrant://[::1]:6333/towns", None)
+    assert given["host"] == "[::1]"
+
+
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
     pytest.importorskip("qdrant_client")
     monkeypatch.setenv(qdrant.KEY, "secret")

@@ -94,6 +94,12 @@ def test_a_file_that_is_no_cache_is_told_and_left_alone(tmp_path):
     assert (tmp_path / "q").read_text() == "my thesis, " * 200
     with raises(R3LiteError, "not-a-file", "folder"):
         QueryCache(tmp_path, 1)
+    # Deleting queries went on for ever in a database of others above the limit.
+    others = sqlite3.connect(tmp_path / "others")
+    others.execute("CREATE TABLE notes (content BLOB)")
+    with raises(R3LiteError, "query-cache-unusable", "another program"):
+        QueryCache(tmp_path / "others", 1)
+    assert others.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
 
 
 def test_a_file_that_fails_later_is_told_once_and_the_run_goes_on(tmp_path, capsys):

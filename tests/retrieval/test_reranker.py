@@ -8,7 +8,7 @@ import torch
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.conventions import MODEL_KEYS
+from r3lite.retrieval.conventions import KEYS_OF_MODEL_FILE
 from r3lite.retrieval.reranker import CrossEncoder, Reranked
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -90,7 +90,7 @@ def test_every_key_of_a_cross_encoder_is_read_or_refused(folder, tmp_path):
     from sentence_transformers.base.modules import Transformer
 
     place, theirs = saved(folder, tmp_path)
-    assert {*theirs._get_model_config()} <= {*MODEL_KEYS["CrossEncoder"]}
+    assert {*theirs._get_model_config()} <= {*KEYS_OF_MODEL_FILE["CrossEncoder"]}
     file = "sentence_bert_config.json"
     usual = json.loads((place / file).read_text(encoding="utf-8"))
     for key in Transformer.config_keys:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
-from r3lite.retrieval.conventions import MODEL_KEYS, read_conventions
+from r3lite.retrieval.conventions import KEYS_OF_MODEL_FILE, read_conventions
 from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, local_dimension, make_encoder
 from tests.built_index import encoder_settings, save
 from tests.errors import raises
@@ -182,7 +182,7 @@ def test_every_key_that_sentence_transformers_writes_is_known_or_left_to_it(made
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
     folder, theirs = made("xlm-roberta", "mean")
-    assert {*theirs._get_model_config(), "truncate_dim"} <= {*MODEL_KEYS["SentenceTransformer"]}
+    assert {*theirs._get_model_config(), "truncate_dim"} <= {*KEYS_OF_MODEL_FILE["SentenceTransformer"]}
     folder = shutil.copytree(folder, tmp_path / "changed")
     assert read_conventions(str(folder)).unsupported is None
     kinds = {"sentence_bert_config.json": Transformer, "1_Pooling/config.json": Pooling}

@@ -132,6 +132,10 @@ def test_what_does_not_fit_is_refused_with_what_would():
         choose("flat", 1_000_000, 768, 1 << 30)
     told = error.value.remedy.split()[2].removesuffix("MiB,")
     assert choose("flat", 1_000_000, 768, int(told) << 20).kind == "flat"
+    with raises(R3LiteError, "index-beyond-budget", "150.0 MiB: sq8") as error:
+        choose("auto", 100_000, 768, 150 << 20)
+    assert error.value.remedy == "Pass --memory-budget 157MiB."  # opq-ivf-pq, the last kind, would take 418
+    assert choose("auto", 100_000, 768, 157 << 20).kind == "sq8"
     with raises(R3LiteError, "too-few-passages", "9,984", "9,983"):
         choose("opq-ivf-pq", 9_983, 768, 1 << 40)
 

@@ -30,12 +30,13 @@ class DocumentFolder:
     duplicates: int = 0  # passages that another file, or the same one, has already
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def summary(self) -> str:
+    def summary(self, is_listed: bool = False) -> str:
         """Returns how much was read and left out: for each reason, the most frequent first, the number of its files and
-        the names of the first ones."""
+        the names of the first ones. `is_listed` tells whether the index will have a list of all of them."""
         lines = [f"documents   {self.files} ({self.duplicates} duplicate passages)"]
         if self.skipped:
-            lines.append(f"skipped     {len(self.skipped)}, listed in {SKIPPED} of the index")
+            place = f", listed in {SKIPPED} of the index" if is_listed else ""
+            lines.append(f"skipped     {len(self.skipped)}{place}")
         by_reason: dict[str, list[str]] = {}
         for path, reason, _ in self.skipped:
             by_reason.setdefault(reason, []).append(path)

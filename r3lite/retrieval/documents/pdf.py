@@ -46,6 +46,8 @@ def read(content: bytes, name: str) -> Iterator[DocumentSection]:
         title = reader.metadata.title if reader.metadata else None
     except Unreadable:
         raise
+    except pypdf.errors.DependencyError as error:  # AES, with which newer programs encrypt, is no part of pypdf
+        raise Unreadable("an encrypted PDF that needs the package cryptography", str(error)) from error
     except Exception as error:  # a damaged file makes pypdf raise whatever its code runs into, such as KeyError
         raise Unreadable("a damaged PDF", f"{type(error).__name__}: {error}") from error
     text = "\n".join(pages)

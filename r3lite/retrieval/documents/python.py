@@ -83,7 +83,9 @@ def _joined(lines: list[str], numbers: set[int]) -> str:
 
 def _section(kind: str, qualified: str, docstring: str | None, file: str, text: str) -> DocumentSection:
     head = f"# {kind}: {qualified}\n"
-    description = " ".join((docstring or "").split())[:DESCRIPTION]
+    # An escape such as "\ud83d" may be half of a surrogate pair, which no UTF-8 file takes.
+    docstring = (docstring or "").encode(errors="replace").decode()
+    description = " ".join(docstring.split())[:DESCRIPTION]
     if description:
         head += f"# Description: {description}\n"
     head += f"# File: {file}\n\n"

@@ -120,7 +120,8 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
     }
     assert found.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
     assert not any("Secret" in d.text for d in found.documents)
-    told = found.summary().splitlines()
+    assert found.summary().splitlines()[1] == "skipped     17"
+    told = found.summary(is_listed=True).splitlines()
     assert told[0] == "documents   3 (0 duplicate passages)"
     assert told[1] == "skipped     17, listed in skipped.jsonl of the index"
     assert "  2 of an unsupported type: none, picture.png" in told

@@ -331,6 +331,12 @@ def test_what_is_not_python_is_a_text(text):
     assert [(s.title, s.head, s.text) for s in READERS[".py"](text, "a.py")] == [("", "", text)]
 
 
+def test_half_of_a_surrogate_pair_in_a_docstring_is_replaced():
+    """The index of a folder of sources was not built: no UTF-8 file takes it."""
+    _, function, _ = READERS[".py"]('def load():\n    """Refuses "\\ud83d"."""\n', "io.py")
+    assert function.head.splitlines()[1] == '# Description: Refuses "?".'
+
+
 LIGATURES = b"/Encoding<</Differences[2/fi/fl/ff/ffi/twosuperior]>>"
 
 
@@ -397,6 +403,18 @@ def test_ligatures_of_a_pdf_are_letters():
 )  # fmt: skip
 def test_a_word_that_a_line_of_a_pdf_splits_is_whole(text, read):
     assert sections(".pdf", pdf(said(text))) == [("", read)]
+
+
+def test_a_pdf_under_aes_without_the_package_that_reads_it_is_not_called_damaged(monkeypatch):
+    pypdf = pytest.importorskip("pypdf")
+
+    def opened(content):
+        raise pypdf.errors.DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+    monkeypatch.setattr(pypdf, "PdfReader", opened)
+    with pytest.raises(Unreadable) as error:
+        list(READERS[".pdf"](b"%PDF-1.4", "a.pdf"))
+    assert error.value.reason == "an encrypted PDF that needs the package cryptography"
 
 
 def test_a_word_goes_on_on_the_next_page():
