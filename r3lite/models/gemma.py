@@ -96,18 +96,22 @@ def _kinds(record: Record) -> tuple[LayerKind, LayerKind]:
     full = ropes.record(FULL)
     local = ropes.record(SLIDING)
     for name, rope, supported in ((SLIDING, local, ("default",)), (FULL, full, ("default", "linear"))):
-        rope_type = rope.text("rope_type", "default")
+        rope_type = _rope_type(rope)
         if rope_type not in supported:
             fault = f"rope_type of {name} is {shown(rope_type)}"
             raise unsupported(record, fault, f"Supported: {', '.join(supported)}.")
     scaling = None
     for rope in (record.record("rope_scaling"), full):  # of transformers 4 and 5; the record of a missing key is empty
-        if "factor" in rope:
+        if _rope_type(rope) == "linear":  # of other types a factor means nothing
             scaling = LinearScaling(rope.number("factor", low=1, high=1e6))
     local_theta = _theta(local, record, "rope_local_base_freq", LOCAL_THETA)
     full_theta = _theta(full, record, "rope_theta", THETA)
     of_window = LayerKind(Rope(local_theta), record.whole("sliding_window", WINDOW, low=1))
     return of_window, LayerKind(Rope(full_theta, scaling))
+
+
+def _rope_type(rope: Record) -> str:
+    return rope.text(rope.first("rope_type", "type"), "default")
 
 
 def _theta(

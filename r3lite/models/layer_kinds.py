@@ -13,7 +13,7 @@ from r3lite.models.causal_lm import LayerKind, ModelConfig
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-MISTRAL_WINDOW = 4096  # if config.json has no `sliding_window`; null means that there is no window
+MISTRAL_WINDOW = 4096  # if config.json has no `sliding_window`
 QWEN_FULL_LAYERS = 28
 NO_ROPE_INTERVAL = 4
 LARGEST = 1 << 30
@@ -30,9 +30,7 @@ def unsupported(
 
 def mistral(record: Record, config: ModelConfig) -> ModelConfig:
     """All layers have a window, or none has."""
-    window = _window(record)
-    if "sliding_window" not in record.values:
-        window = MISTRAL_WINDOW
+    window = _window(record, MISTRAL_WINDOW)
     if window is not None and "layer_types" in record:
         raise unsupported(record, "layer_types is set beside sliding_window", "Remove one of them.")
     return with_windows(config, [window is not None] * config.num_hidden_layers, window)
@@ -104,7 +102,10 @@ def with_windows(
 
 
 def _window(record: Record, default: int | None = None) -> int | None:
-    return record.whole("sliding_window", default, low=1, high=LARGEST)
+    """Returns the window of a `config.json`, or the default if it has no such key; null means that there is none."""
+    if "sliding_window" not in record.values:
+        return default
+    return record.whole("sliding_window", None, low=1, high=LARGEST)
 
 
 def _check_window(

@@ -63,8 +63,9 @@ def _compiled(source: str, day: str | None):
     return environment.from_string(source)
 
 
-def _to_json(value, indent=None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Is the filter `tojson` of transformers, whose arguments are in another order than Jinja's."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -18,6 +18,7 @@ from r3lite.models.layer_kinds import FULL
 from r3lite.models.lora import adapter_parameters, add_adapter, load_adapter, merge_adapter, save_adapter, set_adapter
 from r3lite.models.packing import Pack
 from r3lite.models.qwen3_5 import LINEAR
+from r3lite.models.rotary import LinearScaling
 from r3lite.models.saving import save_merged
 from r3lite.models.weights import checkpoint_tensors, load_model
 from tests.models.test_causal_lm import cache_error, prefilled, step
@@ -320,6 +321,7 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ("mistral", {}),  # a config.json without the key means a window of 4,096
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None}),  # null means that there is no window
         ("qwen2", {"sliding_window": 10}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 0}),
     ):
@@ -338,6 +340,16 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         kind = gemma.kind(layer)
         assert kind.window == (theirs.sliding_window if name == "sliding_attention" else None)
         assert kind.rope.theta == theirs.rope_parameters[name]["rope_theta"]
+    for scaling, factor in (
+        ({"rope_type": "linear", "factor": 8.0}, 8.0),
+        ({"type": "linear", "factor": 8.0}, 8.0),
+        ({"rope_type": "default", "factor": 8.0}, None),  # transformers does not read this factor
+        ({"factor": 8.0}, None),
+    ):
+        for ropes in ({"rope_scaling": scaling}, {"rope_parameters": {"full_attention": scaling}}):
+            config = ours(model_type="gemma3_text", **ropes)
+            expected = LinearScaling(factor) if factor else None
+            assert [config.kind(layer).rope.scaling for layer in (4, 5)] == [None, expected]
     qwen = ours(model_type="qwen3_5_text", num_hidden_layers=36)
     theirs = transformers.AutoConfig.for_model("qwen3_5_text", num_hidden_layers=36)
     names = [FULL if qwen.kind(layer).delta is None else LINEAR for layer in range(36)]

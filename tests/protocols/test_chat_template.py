@@ -211,6 +211,18 @@ def test_the_date_of_a_template_is_the_same_every_day(source, written):
     )
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "(false)", "(true)", "(ensure_ascii=False)", "(indent=1)", "(separators=(',', ':'), sort_keys=true)"],
+)
+def test_json_in_a_template_is_that_of_transformers(arguments):
+    source = "{{ tools[0] | tojson" + arguments + " }}"
+    tool = {"name": "K\u00f6ln <b>", "at": [1, {"x": None}]}
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    (theirs,), _ = render([[]], tools=[tool], chat_template=source)
+    assert ChatTemplate(source, "the model").render([], tools=[tool]) == theirs
+
+
 def test_thinking_is_switched_where_the_template_has_a_switch(folder):
     text = {thinking: Tokenizer.load(folder("qwen3"), thinking) for thinking in ("auto", "on", "off")}
     opened = {thinking: t._marked.decode(t.open_chat("x"), False) for thinking, t in text.items()}
