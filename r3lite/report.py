@@ -1,5 +1,6 @@
 """Writes one self-contained HTML page about a run, or about several side by side."""
 
+import codecs
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, sole_writer, sweep, write_text
+from r3lite.core.files import MEND_LINE, open_regular, read_jsonl, sole_writer, sweep, write_text
 from r3lite.reports import png
 from r3lite.reports.data import DataFile, of_questions, read_data
 from r3lite.reports.page import Report, html
@@ -40,7 +41,7 @@ def report(config: ReportConfig) -> None:
     folder = first if first.is_dir() else first.parent
     path = Path(config.common.output or folder / PAGE)
     while True:
-        data = read(settings)
+        data = read(settings, config.common.seed)
         watching = settings.watch and not all(run.complete for run in data.runs)
         page = html(data, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if watching else None)
         with sole_writer(path, folder=False):
@@ -57,8 +58,8 @@ def report(config: ReportConfig) -> None:
         print(f"{settings.png}  {len(charts)} charts")
 
 
-def read(settings: ReportSettings) -> Report:
-    """Returns the contents of everything that the paths of --runs name."""
+def read(settings: ReportSettings, seed: int) -> Report:
+    """Returns the contents of everything that the paths of --runs name; `seed` draws the resamples of differences."""
     files = [Path(name) for name in settings.runs if Path(name).is_file()]
     folders = [name for name in settings.runs if Path(name) not in files]
     length: Callable[[str], int] = count_words
@@ -75,7 +76,7 @@ def read(settings: ReportSettings) -> Report:
     data_files = []
     for file, name in zip(files, names(files), strict=True):
         data_files.append(replace(read_file(file, length, unit), name=name))
-    return Report(runs, data_files, differences(runs))
+    return Report(runs, data_files, differences(runs, seed))
 
 
 def count_words(text: str) -> int:
@@ -86,14 +87,18 @@ def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
     """Returns what is in a file of trajectories, or else of questions of any supported format."""
     from r3lite.datasets.qa import read_questions
 
-    first = next(read_jsonl(path, on_bad=lambda bad: None), None)
+    with open_regular(path, MEND_LINE) as file:
+        head = file.read(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+    first = None
+    if head.startswith(b"{"):  # not an array, which may be one line of any length
+        first = next(read_jsonl(path, on_bad=lambda bad: None), None)
     if first is not None and "steps" in first:
         return read_data(path, length, unit)
     questions = read_questions(path)
     return of_questions(path.name, questions, length, unit)
 
 
-def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
+def differences(runs: Sequence[Run], seed: int) -> dict[str, tuple[str, dict]]:
     """Compares each evaluation with the first one that answered the same questions.
 
     Returns by the evaluation's name the name of that first one, and the comparison.
@@ -112,7 +117,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
         if first is run:
             continue
         try:
-            comparison = compare(*paired_marks(predictions_of_first, predictions))
+            comparison = compare(*paired_marks(predictions_of_first, predictions), seed)
         except R3LiteError as error:  # as when the retriever failed throughout
             run.notes.append(error.cause)
         else:

@@ -10,6 +10,9 @@ from r3lite import report
 from r3lite.core.files import read_jsonl
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
+from r3lite.reports import png
+from r3lite.reports.chart import Line, Lines
+from r3lite.settings import ReportSettings
 from tests.reports.conftest import entry, episode, jsonl
 
 
@@ -42,6 +45,18 @@ def test_each_chart_becomes_a_picture(tmp_path):
     pictures = {path.name: path.read_bytes() for path in (tmp_path / "png").iterdir()}
     assert pictures.keys() == {"scores.png", "loss.png", "grad-norm.png"}
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
+
+
+def test_a_picture_has_the_gaps_of_the_page_and_shows_a_single_value():
+    """It joined the values on both sides of a gap, and a line of one value was not there."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    lines = [Line("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 4.0, 5.0]), Line("F1", [3], [2.0])]
+    axes = figure.add_subplot()
+    png._lines(Lines("x", "Loss", "", lines), axes)
+    drawn = [list(line.get_xdata()) for line in axes.lines]
+    assert drawn == [[1, 2], [4, 5], [3]]
+    assert [line.get_marker() for line in axes.lines] == ["", "", "o"]
+    assert axes.get_legend_handles_labels()[1] == ["loss", "F1"]
 
 
 def test_pictures_without_matplotlib_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
@@ -116,6 +131,26 @@ def test_questions_as_a_data_set_has_them_have_an_overview(tmp_path, capsys):
         "Questions": "3", "Documents of a row": "4", "Answers": "2", "Paragraphs of a question": "2",
         "Gold paragraphs of a question": "1",
     }  # fmt: skip
+
+
+def test_an_array_in_one_long_line_has_an_overview(tmp_path, monkeypatch):
+    """HotpotQA's half a gigabyte is one line, which was longer than a line of JSON lines may be."""
+    rows = [{"id": str(i), "question": "Who is it?", "answer": "Ann Dahl"} for i in range(9)]
+    (tmp_path / "train.json").write_text(json.dumps(rows), encoding="utf-8")
+    monkeypatch.setattr("r3lite.core.files.MAX_TEXT", 200)
+    data = report.read_file(tmp_path / "train.json", report.count_words, "words")
+    assert data.label == "data, 9 questions"
+
+
+def test_differences_are_drawn_by_the_seed(tmp_path):
+    """--seed had no effect."""
+    a, b = evaluation(tmp_path / "a", [0.0, 0.0, 1.0] * 9), evaluation(tmp_path / "b", [1.0, 0.0, 0.0] * 5 + [0.0] * 12)
+    settings = ReportSettings(runs=(str(a), str(b)))
+    marks = [[Marks.from_json(line) for line in read_jsonl(x / "predictions.jsonl")] for x in (a, b)]
+    for seed in (0, 7):
+        (first_name, found), *others = report.read(settings, seed).differences.values()
+        assert first_name == "a" and not others and found == compare(*marks, seed)
+    assert compare(*marks, 0) != compare(*marks, 7)
 
 
 def test_questions_at_which_the_retriever_failed_are_in_no_difference_and_no_share(tmp_path):

@@ -14,6 +14,8 @@ def described(episode: Episode) -> dict:
         if step.searches:
             entry["query"] = "\n".join(step.queries)[:TEXT_LENGTH]
             entry["documents"] = [_document(document) for document in step.documents]
+        if step.verification:
+            entry["verification"] = step.verification[:TEXT_LENGTH]
         if step.answer is not None:
             entry["answer"] = step.answer[:TEXT_LENGTH]
         steps.append(entry)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 
 WIDTH = 460
 HEIGHT = 250
@@ -65,6 +65,12 @@ class Lines:
     unit: str
     lines: Sequence[Line]
     log: bool = False
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """True if the scale is logarithmic."""
+        lowest = [min(line.values, default=1.0) for line in self.lines]
+        return self.log and min(lowest, default=1.0) > 0
 
     @property
     def legend(self) -> list[tuple[str, str]]:
@@ -136,6 +142,17 @@ def number(value: float) -> str:
     return f"{value:,.4g}"
 
 
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Returns ticks as text: by `number`, unless that would round one of them; then all have the decimals they need."""
+    labels = [number(value) for value in values]
+    step = min((after - before for before, after in pairwise(values)), default=math.inf)
+    pairs = zip(values, labels, strict=True)
+    if all(abs(float(label.replace(",", "")) - value) < step / 100 for value, label in pairs):
+        return labels
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
 @dataclass(frozen=True)
 class Scale:
     """Maps values to places between `start` and `end`."""
@@ -202,10 +219,11 @@ def svg(chart: Chart) -> str:
 def _axis(scale: Scale) -> str:
     """Returns horizontal lines at round values of a vertical scale."""
     drawn = []
-    for tick in scale.ticks():
+    values = scale.ticks()
+    for tick, label in zip(values, tick_labels(values), strict=True):
         y = f"{scale(tick):.1f}"
         drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        drawn.append(f'<text class="tick" x="{LEFT - 6}" y="{y}" text-anchor="end" dy=".32em">{number(tick)}</text>')
+        drawn.append(f'<text class="tick" x="{LEFT - 6}" y="{y}" text-anchor="end" dy=".32em">{label}</text>')
     return "".join(drawn)
 
 
@@ -220,7 +238,7 @@ def _lines(chart: Lines) -> tuple[str, str]:
     values = [y for line in lines for y in line.values]
     steps = [x for line in lines for x in line.xs]
     across = Scale.over(steps, LEFT, WIDTH - RIGHT)
-    up = Scale.over(values, HEIGHT - BOTTOM, TOP, chart.log, zero=chart.unit == "share")
+    up = Scale.over(values, HEIGHT - BOTTOM, TOP, chart.is_logarithmic, zero=chart.unit == "share")
     drawn = [_axis(up)]
     for tick in ticks(across.low, across.high, 6):
         if tick == int(tick) and tick >= 0:
@@ -228,7 +246,7 @@ def _lines(chart: Lines) -> tuple[str, str]:
     drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, "step", HEIGHT - 4))
     spoken = []
     for line in lines:
-        for part in _parts(line):
+        for part in stretches(line):
             places = [(f"{across(x):.1f}", f"{up(y):.1f}") for x, y in part]
             points = " ".join(f"{x},{y}" for x, y in places)
             drawn.append(f'<polyline class="line" {line.stroke} points="{points}"/>')
@@ -240,7 +258,7 @@ def _lines(chart: Lines) -> tuple[str, str]:
     return "".join(drawn), "; ".join(spoken)
 
 
-def _parts(line: Line) -> list[list[tuple[float, float]]]:
+def stretches(line: Line) -> list[list[tuple[float, float]]]:
     """Returns the stretches of points without a gap.
 
     Gaps of a line that has few values, such as a validation's, are bridged.

@@ -41,7 +41,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 def _grouped(runs: Sequence[Run], key: str, title: str) -> Bars:
     """Returns exact match by the groups of questions that are under `key` in scores.json."""
     having = [run for run in runs if key in run.scores]
-    groups = sorted({group for run in having for group in run.scores[key]})
+    groups = sorted({group for run in having for group in run.scores[key]}, key=_place)
     by_run = {}
     for run in having:
         scores_by_group = run.scores[key]
@@ -53,6 +53,11 @@ def _grouped(runs: Sequence[Run], key: str, title: str) -> Bars:
         groups=groups,
         series=by_run,
     )
+
+
+def _place(group: str) -> tuple[int, str]:
+    """Returns the sort key of a group: numbers of hops by their size, types by their names."""
+    return (int(group) if group.isdecimal() else 0), group
 
 
 def _bar(scores: dict, name: str) -> Bar | None:

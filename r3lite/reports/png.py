@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3lite.core.errors import extra
-from r3lite.reports.chart import Bars, Chart, Lines, colour
+from r3lite.reports.chart import Bars, Chart, Lines, colour, stretches
 
 DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))
 DPI = 200
@@ -38,16 +38,22 @@ def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
 
 def _lines(chart: Lines, axes) -> None:
     for line in chart.lines:
-        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
-        axes.plot(
-            *zip(*points, strict=True),
-            label=line.label,
-            linewidth=1.3,
-            color=colour(line.colour),
-            linestyle=DASHES[line.dash % len(DASHES)],
-        )
-    lowest = [min(line.values, default=1.0) for line in chart.lines]
-    if chart.log and min(lowest, default=1.0) > 0:
+        label = line.label
+        for points in stretches(line):
+            xs = [x for x, _ in points]
+            ys = [y for _, y in points]
+            axes.plot(
+                xs,
+                ys,
+                label=label,
+                linewidth=1.3,
+                color=colour(line.colour),
+                linestyle=DASHES[line.dash % len(DASHES)],
+                marker="o" if len(points) == 1 else "",
+                markersize=3,
+            )
+            label = None  # the legend has one entry for all stretches
+    if chart.is_logarithmic:
         axes.set_yscale("log")
     axes.set_xlabel("step")
 

@@ -71,7 +71,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         if not run_folders:
             raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
         folders += run_folders
-    folders = list(dict.fromkeys(folders))
+    folders = list({folder.resolve(): folder for folder in folders}.values())  # each once, however it is written
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
 
 

@@ -5,6 +5,7 @@ last step. `--format tags` and `solution` keep the lines of an answer; an answer
 """
 
 import ast
+import json
 import re
 import warnings
 
@@ -14,6 +15,8 @@ from r3lite.rewards.answers import rouge_l
 
 FENCED = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
+# How that data set writes arguments, which is not JSON: as a text between single quotes.
+QUOTED_ARGUMENTS = re.compile(r"""("arguments":\s*)'(.*)'(?=\s*\}$)""", re.DOTALL)
 DECLARED = re.compile(r'"name":\s*"([^"]+)"')
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
@@ -41,11 +44,12 @@ def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
 def function_calling(episode: Episode, tools: tuple[str, ...] = ()) -> float:
     """Returns -0.3 if the answer is no JSON object, else 0.3 to 0.7.
 
-    The object itself is worth 0.3. A `name` with `arguments` (an object, or its text) adds 0.2, and the name of a known
-    tool adds 0.2. The known tools are `tools`; if there are none, those that the question, or a message before it,
-    declares as `"name": "..."`.
+    The object itself is worth 0.3. A `name` with `arguments` (an object, or its text, also between single quotes) adds
+    0.2, and the name of a known tool adds 0.2. The known tools are `tools`; if there are none, those that the question,
+    or a message before it, declares as `"name": "..."`.
     """
     text = _unfenced(episode.prediction).strip().removeprefix(CALL)
+    text = QUOTED_ARGUMENTS.sub(lambda match: match[1] + json.dumps(match[2]), text)
     try:
         call = parse(text)
     except InvalidRecord:

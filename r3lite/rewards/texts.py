@@ -81,7 +81,7 @@ def _written_text(episode: Episode) -> str:
     """Returns all that the model wrote, without the words of its format."""
     texts: list[str] = []
     for step in episode.steps:
-        texts += [step.analysis, *step.queries, step.answer or ""]
+        texts += [step.analysis, *step.queries, step.verification, step.answer or ""]
     return " ".join(filter(None, texts))
 
 

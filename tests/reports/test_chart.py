@@ -4,7 +4,19 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from r3lite.reports.chart import MAX_POINTS, Bar, Bars, Line, Lines, Scale, number, svg, thinned, ticks
+from r3lite.reports.chart import (
+    MAX_POINTS,
+    Bar,
+    Bars,
+    Line,
+    Lines,
+    Scale,
+    number,
+    svg,
+    thinned,
+    tick_labels,
+    ticks,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +46,22 @@ def test_a_scale_of_any_values_has_a_length(values):
 
 def test_a_value_of_zero_cannot_be_on_a_logarithmic_scale():
     assert not Scale.over([0.0, 1.0], 0, 1, log=True).log
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1267.2, 1267.4, 1267.6, 1267.8], ["1,267.2", "1,267.4", "1,267.6", "1,267.8"]),
+        ([1266.5, 1267.0], ["1,266.5", "1,267.0"]),  # labels differed, but 1266.5 was called 1,266
+        ([0.99961, 0.99962], ["0.99961", "0.99962"]),
+        ([23_450_000.0, 23_500_000.0], ["23,450,000", "23,500,000"]),
+        ([0.01, 0.1, 1.0], ["0.01", "0.1", "1"]),
+        ([5.0], ["5"]),
+    ],
+)
+def test_labels_have_the_decimals_that_ticks_need(values, expected):
+    """A peak of memory that hardly rose had the labels 1,267, 1,267, 1,268 and 1,268."""
+    assert tick_labels(values) == expected
 
 
 def lines_of(drawn: str) -> list[str]:

@@ -77,6 +77,26 @@ def test_the_queries_of_a_plan_are_shown_with_their_sources(run_folder):
     assert "<b>query</b> Rome &lt;1&gt; (News)\n" in page and "<b>query</b> Oslo</div>" in page
 
 
+def test_the_verification_of_an_answer_is_shown(run_folder):
+    steps = [{"analysis": "So.", "verification": "[1] shows <it>.", "answer": "Italy"}]
+    page = page_of(run_folder("a", metrics=[{"step": 1}], episodes=[episode(steps=steps)]))
+    assert "So.\n<b>verification</b> [1] shows &lt;it&gt;.\n<b>answer</b> Italy" in page
+
+
+def test_a_scale_is_called_logarithmic_only_if_it_is(run_folder):
+    """A gradient norm of 0, as of a round that had nothing to teach, makes the scale linear."""
+    for name, norm, told in (("a", 0.0, ""), ("b", 0.5, " <span>(log scale)</span>")):
+        page = page_of(run_folder(name, metrics=[{"step": 1, "grad_norm": norm}, {"step": 2, "grad_norm": 2.0}]))
+        assert f"<h3>Gradient norm, before clipping{told}</h3>" in page
+
+
+def test_numbers_of_hops_are_in_order(run_folder):
+    """As texts, 10 came before 2."""
+    groups = {hops: {"em": entry(0.5)} for hops in ("2", "3", "10")}
+    page = page_of(run_folder("a", "evaluate", scores={"n": 3, "em": entry(0.5), "by_hops": groups}))
+    assert 'aria-label="Exact match by hops. a, 2: 0.5; a, 3: 0.5; a, 10: 0.5"' in page
+
+
 def test_a_run_of_nothing_and_one_of_nan_say_so(run_folder):
     empty = page_of(run_folder("empty"))
     assert "nothing logged yet" in empty and "<svg" not in empty

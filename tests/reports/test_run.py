@@ -43,6 +43,13 @@ def test_a_folder_of_runs_stands_for_all_of_them_and_names_tell_them_apart(run_f
     assert [run.name for run in read_runs([str(tmp_path / "a"), str(other)])] == [f"{tmp_path.name}/a", "c/a"]
 
 
+def test_a_folder_that_is_named_twice_is_one_run(run_folder, tmp_path, monkeypatch):
+    """Named once by its whole path, it was there twice, under one name, and was compared with itself."""
+    folder = run_folder("a", metrics=[{"step": 1}])
+    monkeypatch.chdir(tmp_path)
+    assert [run.name for run in read_runs(["a", str(folder), "."])] == ["a"]
+
+
 @pytest.mark.parametrize("what", ["missing", "empty"])
 def test_what_holds_no_run_is_refused(tmp_path, what):
     folder = tmp_path / what

@@ -8,6 +8,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import Spans
 from r3lite.llm.cache import digest
 from r3lite.llm.client import Client
+from r3lite.llm.episodes import described
 from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
@@ -52,6 +53,14 @@ def test_one_call_per_episode_judges_all_its_steps(gemini, judge, answers):
     assert counts["judge/calls"] == 1 and counts["judge/input_tokens"] == 100 and counts["judge/cost"] > 0
     settings = RewardSettings(outcome_em=0, outcome_judge=1, process_recall=0, process_judge=1, format_reward=0)
     assert score(episode(), settings, verdict).by_step == pytest.approx([1.6 * 0.85, 1.0])
+
+
+def test_the_verification_of_a_step_is_judged_with_it():
+    step = Step("So it is Ada.", answer="Ada", verification="[1] Ada shows it.")
+    assert [entry.get("verification") for entry in described(episode(steps=[*STEPS, step]))["steps"]] == [
+        *[None] * len(STEPS),
+        "[1] Ada shows it.",
+    ]
 
 
 ATTACKS = [

@@ -57,6 +57,10 @@ ASKED = Question("q", 'You have [{"name": "weather", "parameters": {}}]. Is it r
         ('{"name": "weather", "arguments": {"city": "Oslo"}}', 0.7),
         ('<functioncall> {"name": "weather", "arguments": "{}"}', 0.7),
         ('```json\n{"name": "weather", "arguments": {}}\n```', 0.7),
+        # As glaive-function-calling-v2 writes all its calls: they were no JSON objects, and its own answers got -0.3.
+        ('<functioncall> {"name": "weather", "arguments": \'{"city": "Oslo"}\'}', 0.7),
+        ('{"name": "time", "arguments": \'{\n  "text": "it\'s \\"so\\""\n}\'\n}', 0.5),
+        ('{"name": "weather", "arguments": \'{"city": "Oslo"}}', -0.3),
         ('{"name": "time", "arguments": {}}', 0.5),
         ('{"name": "weather"}', 0.5),
         ('{"city": "Oslo"}', 0.3),

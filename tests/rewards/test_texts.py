@@ -26,6 +26,14 @@ def test_letters_of_another_script():
     assert language_penalty(wrote("とうきょう is カナ", said="東京", question=japanese)) == 0
 
 
+def test_a_verification_is_written_by_the_model_too():
+    """The penalties of length and of scripts left it out, so that text could be moved there."""
+    step = Step("One two.", answer="Ada", verification="три четыре")
+    episode = Episode(QUESTION, [step], ANSWERED)
+    assert length_penalty(episode, most=4) == pytest.approx(-1 / 4)
+    assert language_penalty(episode) == pytest.approx(-9 / 18)
+
+
 def test_keywords_of_the_best_gold_answer():
     question = Question("q", "?", ("The Battle of Hastings in 1066", "Norman conquest"))
     # battle, hastings, 1066: the article, `of` and `in` are no keywords.
