@@ -1,6 +1,7 @@
 """Asks a trained model: streams its reasoning, the documents of its queries, and the answer."""
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ def ask(config: AskConfig) -> None:
     from r3lite.assembly.asking import AskSession, say_plain
 
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `check_texts` refuses a line with bytes of another encoding
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
     baseline = "none"
     if not answers_in_steps(config):
@@ -62,7 +65,8 @@ def lines(as_json: bool) -> Iterator[str]:
         if typed and as_json:
             print(PROMPT, end="", file=sys.stderr, flush=True)
         try:
-            line = input(PROMPT if typed and not as_json else "").strip()
+            line = input(PROMPT if typed and not as_json else "")
+            line = line.removeprefix("\ufeff").strip()  # a byte order mark, of a file from Windows
         except EOFError:
             line = ""
             if typed:

@@ -96,6 +96,8 @@ def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, 
     (prompt,) = prompts
     assert "Use the documents." in prompt and "Step 1" not in prompt
     assert prompt.index("Procedure: N. d") < prompt.index("[1] ") < prompt.index("Question: Is Ada old?")
+    trace = json.loads(told(capsys, ["--json", "Is Ada old?", *auto]).out)["reasoning_trace"]
+    assert trace == "Oslo\nIt is a town."  # it began with a line break, of the search before the first turn
     without = [word for word in arguments[:-2] if word not in ("--corpus", arguments[3])]
     shown = told(capsys, ["Is Ada old?", *without, "--retriever", "none"])
     assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n(no document was read)\n\n")
@@ -165,6 +167,15 @@ def test_piped_questions_are_answered_up_to_an_empty_line(arguments, capsys, mon
     assert [r["final_answer"] for r in records] == [f"Caf\u00e9 {CITY}", "a friend"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who is Bob?"))
     assert told(capsys, arguments).out.startswith("question> Who is Bob?\nStep 1:\n")
+
+
+def test_a_line_that_is_not_utf8_concerns_this_question_alone(arguments, capsys, monkeypatch):
+    """It ended all with Python's UnicodeDecodeError, and a byte order mark was a part of the first question."""
+    content = "\ufeffWho is Bob?\r\n".encode() + b"caf\xe9?\nWho is Bob?\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", newline="\n"))
+    shown = told(capsys, ["--json", *arguments])
+    assert "bytes that are not UTF-8" in shown.err
+    assert [json.loads(line)["question"] for line in shown.out.splitlines()] == ["Who is Bob?", "Who is Bob?"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -56,7 +56,9 @@ class AskSession:
         )
         episode = sequence.episode()
         if self.as_json:
-            print(json.dumps(record(episode, "\n".join(turns[:-1]))), flush=True)
+            # Plain RAG searches before the first turn, which gives a turn without text.
+            trace = "\n".join(turn for turn in turns if turn)
+            print(json.dumps(record(episode, trace)), flush=True)
         else:
             print(outcome(episode, self.engine.layout.protocol.faults), flush=True)
 

@@ -81,7 +81,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         text = card(
             facts,
             protocol=protocol,
-            format=config.protocol.format,
+            settings=config.protocol,
             tokenizer=tokenizer,
         )
         write_text(unfinished / CARD, text)

@@ -1,14 +1,18 @@
 """The model card of an export: what it is and how to use it."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PureWindowsPath
 
+from r3lite.core.config import flag
+from r3lite.core.files import shipped
 from r3lite.exporting.chats import QUESTION, SWITCH, TEMPLATE, opening
 from r3lite.exporting.files import TRAINED_BY
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE
+from r3lite.settings import ProtocolSettings
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
 FIRST_QUERY = "This writes the first query only; retrieving the documents is up to you."
@@ -41,8 +45,11 @@ class Facts:
     scores: Mapping[str, dict] = field(default_factory=dict)
 
 
-def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
-    """Returns README.md of an export, with the header that the Hugging Face hub reads."""
+def card(facts: Facts, protocol: Protocol, settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
+    """Returns README.md of an export, with the header that the Hugging Face hub reads.
+
+    `settings` are those of the protocol.
+    """
     messages = opening(tokenizer, protocol, "{question}")
     turns = [f"[{message['role']}]\n{message['content']}" for message in messages]
     parts = [
@@ -53,10 +60,15 @@ def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) ->
         "questions in steps, each of which reasons and then asks a retriever or answers.",
         _run(facts.run, facts.averaged),
         _scores(facts.scores),
-        f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
+        f"## Prompt\n\nThe step format is `{_published(settings.format)}`. An episode opens with:",
         "\n".join(["```text", *turns, "```"]),
         "## Use",
-        _use(facts, messages, tokenizer),
+        _use(
+            facts,
+            messages=messages,
+            settings=settings,
+            tokenizer=tokenizer,
+        ),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -79,6 +91,8 @@ def _head(facts: Facts) -> str:
         lines.append(f"base_model: {facts.base}")
     if facts.file:
         library = "gguf"
+    elif facts.weights == "nf4":  # transformers does not know this kind of NF4
+        library = "r3lite"
     else:
         library = "transformers" if facts.merged else "peft"
     lines.append(f"library_name: {library}")
@@ -115,9 +129,13 @@ def _scores(scores: Mapping[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+def _use(facts: Facts, messages: list[dict[str, str]], settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
     if facts.file is None:
-        return _transformers(facts, messages, tokenizer)
+        ask = _ask(facts, settings, tokenizer)
+        if facts.weights == "nf4":
+            return f"Only r3lite can load these weights:\n\n{ask}"
+        code = _transformers(facts, messages, tokenizer)
+        return f"{code}\n\n{FIRST_QUERY} r3lite does both:\n\n{ask}"
     dated = ""
     if tokenizer.template.has_clock:
         dated = f" --jinja --chat-template-file {TEMPLATE}"
@@ -129,13 +147,42 @@ def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> 
     return "\n".join(["```", *lines, f"```\n\n{FIRST_QUERY}"])
 
 
+def _ask(facts: Facts, settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
+    """Returns the command that asks the export, with the format and the prompts of its training."""
+    words = ["python -m r3lite.ask --model FOLDER"]
+    if not facts.merged:
+        words = [f"python -m r3lite.ask --model {facts.base} --adapter FOLDER"]
+        if tokenizer.template.variables[SWITCH]:
+            words.append("--thinking on")
+    words.append("--index INDEX")
+    if facts.merged and not facts.trained:
+        words.append("--steps on")
+    assumed = ProtocolSettings(worked_example=facts.merged)  # `ask` leaves the example out with an --adapter only
+    for name, value in vars(settings).items():
+        if value == getattr(assumed, name):
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(f"no_{name}"))
+        elif name in ("format", "init_prompt", "step_prompt"):
+            words.append(f"{flag(name)} {shlex.quote(_published(value))}")
+        else:
+            words.append(f"{flag(name)} {shlex.quote(str(value))}")
+    return "\n".join(["```", " ".join(words), "```"])
+
+
+def _published(path: str) -> str:
+    """Returns a path of r3lite as it is, and of any other its last part: nobody is to learn this machine's folders."""
+    if shipped(path).exists() and not PureWindowsPath(path).anchor:
+        return path
+    return PureWindowsPath(path).name
+
+
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     *earlier, last = messages
     earlier_lines = "".join(f"    {message!r},\n" for message in earlier)
     reader = "AutoTokenizer"
     read = "AutoModelForCausalLM.from_pretrained(folder)"
     source = "folder"
-    which = "--model FOLDER"
     imported = base = thinking = ends = template = ""
     if not facts.merged:  # the program loads tokenizer, template and end-of-text token from the base
         if tokenizer.other_class:
@@ -146,7 +193,6 @@ def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Token
         if not facts.on_hub:
             base = f"base = {facts.base!r}  # its folder\n"
         source = "base"
-        which = f"--model {facts.base} --adapter FOLDER"
         ends = f", eos_token_id={tokenizer.stop_id}"
         if SWITCH in tokenizer.template.source:
             thinking = f", {SWITCH}={tokenizer.template.variables[SWITCH]}"
@@ -168,7 +214,4 @@ inputs = tokenizer.apply_chat_template(
 )
 written = model.generate(**inputs, max_new_tokens=128, do_sample=False{ends})
 print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-```
-
-{FIRST_QUERY}
-`python -m r3lite.ask {which} --index INDEX` does both."""
+```"""

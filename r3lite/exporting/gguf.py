@@ -256,6 +256,8 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
         raise record.error(
             f"{problem}; supported are Gemma's and byte-level BPE that llama.cpp calls {', '.join(SPLITS)}"
         )
+    if tokenizer.size > rows:
+        raise record.error(f"the tokenizer has token ids up to {tokenizer.size - 1}, but the embedding has {rows} rows")
     tokens, types = _tokens(record, rows, is_sentencepiece)
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.items("merges")]
     if is_sentencepiece:

@@ -186,6 +186,9 @@ class Desk:
                 if isinstance(event, ServedAnswer):
                     return
         except R3LiteError as error:  # of `prepare`
+            if error.code.startswith("template-"):
+                message = "The model's chat template refuses messages of these roles in this order."
+                raise Refusal(400, "invalid_request", message) from error
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
         except TimeoutError as error:
             message = f"The answer was stopped after {self.limits.request_seconds:g} seconds."

@@ -18,7 +18,36 @@ def text_of(model: str, merged: bool, data: str = "none") -> str:
     run = {"data": data, "seed": 3}
     facts = Facts(base, on_hub, "bf16", file=None, merged=merged, trained=True, run=run)
     tokenizer = Tokenizer.load(shipped("checkpoints", "tiny"))
-    return card(facts, build_protocol(ProtocolSettings()), "r3", tokenizer)
+    return card(facts, build_protocol(ProtocolSettings()), ProtocolSettings(), tokenizer)
+
+
+def use_of(weights: str, merged: bool, trained: bool, settings: ProtocolSettings) -> tuple[str, str]:
+    """The whole card, and the last command in it."""
+    facts = Facts("tiny", on_hub=False, weights=weights, file=None, merged=merged, trained=trained, run={})
+    text = card(facts, build_protocol(settings), settings, Tokenizer.load(shipped("checkpoints", "tiny")))
+    return text, text.split("```")[-2].strip()
+
+
+def test_weights_that_only_r3lite_loads_are_not_said_to_be_of_transformers():
+    text, command = use_of("nf4", True, True, ProtocolSettings(worked_example=False))
+    assert "transformers" not in text and "library_name: r3lite\n" in text and "Only r3lite can load" in text
+    assert command == "python -m r3lite.ask --model FOLDER --index INDEX --no-worked-example"
+
+
+def test_the_command_of_the_card_asks_with_the_prompts_of_the_training(tmp_path):
+    """It asked a model of another format in steps of r3, and a merged one with the worked example."""
+    ask = "python -m r3lite.ask --model"
+    tags = ProtocolSettings(format="tags", worked_example=False, tags="lenient", search_graph=True)
+    flags = "--index INDEX --format tags --search-graph --tags lenient"
+    assert use_of("bf16", False, True, tags)[1] == f"{ask} tiny --adapter FOLDER {flags}"
+    own = tmp_path / "my prompt.txt"
+    own.write_text("Answer: {question}", encoding="utf-8")
+    text, command = use_of("bf16", True, True, ProtocolSettings(init_prompt=str(own), worked_example=False))
+    assert command == f"{ask} FOLDER --index INDEX --init-prompt 'my prompt.txt' --no-worked-example"
+    assert str(tmp_path) not in text
+    shown = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt")
+    given = f"{ask} FOLDER --index INDEX --steps on --init-prompt prompts/tiny/init_prompt.txt"
+    assert use_of("bf16", True, False, shown)[1] == given
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -33,6 +33,8 @@ class Echo:
     def prepare(self, ask, tell):
         if len(ask.text) > 1000:
             raise R3LiteError("/secret/path: too long", "Raise --max-length.", code="broken")
+        if [message["role"] for message in ask.earlier] == ["user"]:
+            raise R3LiteError("/secret/path: it refuses a chat of user, user", code="template-refuses-chat")
         self.asked.append(ask)
         return {"ask": ask, "tell": tell, "said": [], "left": False}
 

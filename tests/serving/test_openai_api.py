@@ -70,6 +70,12 @@ def test_messages_and_parameters_reach_the_model(client):
     assert (ask.temperature, ask.top_p, ask.top_k, ask.max_tokens, ask.seed) == (0.5, 0.9, 7, 5, 3)
 
 
+def test_roles_that_a_chat_template_refuses_are_not_called_a_long_question(client):
+    with pytest.raises(openai.BadRequestError, match="chat template refuses messages of these roles") as refused:
+        client.chat.completions.create(model="chat", messages=[*asked("one"), *asked("two")])
+    assert refused.value.code == "invalid_request" and "secret" not in str(refused.value)
+
+
 def test_the_models_are_the_modes(client):
     names = [model.id for model in client.models.list()]
     assert names[:4] == ["auto", "chat", "reasoning", "search"] and "search/sft" in names
