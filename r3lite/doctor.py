@@ -43,6 +43,8 @@ def examine(config: DoctorConfig) -> None:
     start = time.perf_counter()
     hide = hider_of_process()
     path = Path(config.common.output or os.path.expanduser(FILE))
+    if path.is_dir():  # told now, not after a minute of checks
+        raise R3LiteError(f"--output {path} is a folder, not a file", "Pass a file.", code="not-a-file")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     driver = machine.ask_driver(visible or "0")  # before CUDA is used
     with contextlib.redirect_stderr(io.StringIO()):  # a check, not this warning, tells of an unused card

@@ -288,3 +288,23 @@ def test_a_part_of_the_cache_that_is_being_written_is_not_deleted(checks, tmp_pa
     with sole_writer(place, folder=False):
         assert doctor.main(["--clear-cache"]) == 1
     assert "another process" in capsys.readouterr().err and place.exists()
+
+
+def test_weights_that_are_just_being_cached_are_not_deleted(checks, tmp_path, capsys):
+    """They were: their writer holds the lock of what it writes, not that of the part that it writes first."""
+    place = tmp_path / ".cache" / "r3lite" / "big-nf4-0a1b"
+    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    with sole_writer(place, folder=False):
+        assert doctor.main(["--clear-cache"]) == 1
+    assert "another process" in capsys.readouterr().err and part.exists()
+    assert doctor.main(["--clear-cache"]) == 0
+    assert list(place.parent.iterdir()) == []
+
+
+def test_a_folder_as_output_is_refused_before_the_checks(checks, tmp_path, capsys):
+    """It was refused after them, by the name of a temporary file, and the report was lost."""
+    checks(sound)
+    assert doctor.main([*FP32, "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert shows(printed.err, "not-a-file", f"--output {tmp_path} is a folder") and printed.out == ""

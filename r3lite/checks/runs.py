@@ -78,8 +78,8 @@ def training(precision: Precision) -> Finding:
         exact = Precision(torch.float32, CPU)
         reference = train(folder / "cpu", sft_flags(folder, exact, *steps))
         records = train(folder / "device", sft_flags(folder, precision, *steps))
-    losses = [float("nan") if record["loss"] is None else record["loss"] for record in records]
-    expected = [record["loss"] for record in reference]
+    losses = _losses(records)
+    expected = _losses(reference)
     off = largest(abs(a - b) for a, b in zip(losses, expected, strict=True))
     skips = records[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
@@ -194,7 +194,12 @@ def resume(precision: Precision) -> Finding:
 
 def _largest_difference(records_a: list[dict], records_b: list[dict]) -> float:
     """Returns the largest difference between the losses of two runs."""
-    return largest(abs(a["loss"] - b["loss"]) for a, b in zip(records_a, records_b))
+    return largest(abs(a - b) for a, b in zip(_losses(records_a), _losses(records_b)))
+
+
+def _losses(records: list[dict]) -> list[float]:
+    """Returns the loss of each step; nan where it was no number, which a file of metrics has as null."""
+    return [float("nan") if record["loss"] is None else record["loss"] for record in records]
 
 
 def _same(run_a: Path, run_b: Path) -> bool:

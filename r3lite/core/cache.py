@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from r3lite.core.files import sole_writer
+from r3lite.core.files import PART, sole_writer
 
 CACHE = "~/.cache/r3lite"
 CLEAR = "python -m r3lite.doctor --clear-cache"
@@ -43,11 +43,19 @@ def summary() -> str:
     return f"{size / 1e6:,.0f} MB in {CACHE}: {kinds}"
 
 
+def _written_as(entry: Path) -> Path:
+    """Returns what `.NAME.PID.part` becomes, NAME, whose lock its writer holds; other entries as they are."""
+    if not entry.name.endswith(PART):
+        return entry
+    name, _, _ = entry.name.removeprefix(".").removesuffix(PART).rpartition(".")
+    return entry.with_name(name or entry.name)
+
+
 def clear() -> None:
     """Removes what is cached; raises R3LiteError if another process writes a part of it. Other files stay."""
     for entries in places().values():
         for entry in entries:
-            with sole_writer(entry, folder=False):
+            with sole_writer(_written_as(entry), folder=False):
                 if entry.is_dir():
                     shutil.rmtree(entry)
                 else:

@@ -144,4 +144,7 @@ def _remedies(
 
 
 def _shorter(w: Workload, tokens: int) -> Workload:
-    return replace(w, row_tokens=tokens, reads=min(w.reads, tokens))
+    shared = min(w.shared, tokens)
+    if w.contexts:  # with --learn answer the rows share all but their last turn
+        shared = max(0, tokens - int(w.writes))
+    return replace(w, row_tokens=tokens, reads=min(w.reads, tokens), shared=shared)

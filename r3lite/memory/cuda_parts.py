@@ -37,12 +37,20 @@ SMALL_PIECE = 2 * MIB
 LARGE_PIECE = 20 * MIB
 # The bytes that lie unused in pieces in use, as a share of the bytes of tensors. An H200 had 3.5 to 6 % in SFT and RL.
 FRAGMENTATION = 0.06
+NEW_CARDS = ("H100", "RTX 50")  # how the names of those cards of devices/cards.py begin that HOPPER is for
 NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allocator does not count as allocated
 
 
 def of_this_card() -> Beside:
     """Returns the figures of the card in this machine; those of a laptop if there is none or one older than Hopper."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return HOPPER
+    return LAPTOP
+
+
+def of_card(name: str) -> Beside:
+    """Returns the figures of a card of devices/cards.py, by its name there: those that a plan on this card has."""
+    if name.startswith(NEW_CARDS):
         return HOPPER
     return LAPTOP
 

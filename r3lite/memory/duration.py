@@ -347,7 +347,8 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         phases[phase] = cost.seconds(w.speeds, w.dtype)
     validation = 0.0
     if w.held_out:
-        validation = sample(w, memory, w.held_out).seconds(w.speeds, w.dtype)
+        whole_episodes = w.contexts or w  # a validation samples whole episodes, with --learn answer, too
+        validation = sample(whole_episodes, memory, w.held_out).seconds(w.speeds, w.dtype)
     return Duration(phases, w, validation)
 
 

@@ -10,7 +10,7 @@ from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card, similar_names
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
-from r3lite.memory.cuda_parts import LAPTOP, of_this_card
+from r3lite.memory.cuda_parts import of_card, of_this_card
 from r3lite.memory.known_models import KNOWN
 from r3lite.memory.layer_tensors import layer_taps, layer_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
@@ -251,7 +251,8 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
         element=DTYPES[dtype].itemsize,
         dtype=dtype,
         on_cuda=True,
-        beside=LAPTOP,
+        beside=of_card(speeds.name),
+        device=None,
         speeds=speeds,
     )
 

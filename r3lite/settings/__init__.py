@@ -28,7 +28,7 @@ from r3lite.settings.commands import (
     TeacherCacheSettings,
     TuningSettings,
 )
-from r3lite.settings.common import CommandConfig, Common
+from r3lite.settings.common import CommandConfig, Common, rounded_up
 from r3lite.settings.conditions import loads_model
 from r3lite.settings.data import (
     CollectDataSettings,
@@ -91,7 +91,7 @@ class SftConfig(CommandConfig):
         """
         if self.schedule.max_steps is not None:
             return self.schedule.max_steps, None
-        total_rows = math.ceil(self.schedule.epochs * rows)
+        total_rows = rounded_up(self.schedule.epochs * rows)
         return math.ceil(total_rows / self.rows_per_step), total_rows
 
     def steps(self, rows: int | None) -> int | None:
@@ -136,7 +136,7 @@ class PpoConfig(CommandConfig):
         """Returns the rounds of the run; None if --max-steps is not set and the number of questions is unknown."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
-        return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)
+        return rounded_up(self.schedule.epochs * questions / self.rl.batch_size)
 
 
 class RolloutWorkerConfig(CommandConfig):

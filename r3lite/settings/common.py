@@ -83,6 +83,11 @@ class Weighted(dict):
         return text
 
 
+def rounded_up(number: float) -> int:
+    """Returns a number rounded up. What floats add to a product does not count: 0.55 x 100 is 55.00000000000001."""
+    return math.ceil(number * (1 - 1e-12))
+
+
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
     """Returns the bytes of a budget such as 4GiB, 1300MiB or 3.5 GB; UsageError names the setting."""
     size = 0.0

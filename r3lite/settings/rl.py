@@ -1,10 +1,10 @@
 """Settings of reinforcement learning, and those that each algorithm's paper has."""
 
-import math
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Basic, Bounds, Count, Fraction, InputPath, NonNegative, Positive, Section, Whole
 from r3lite.core.needs import Needs, NeedsOthers
+from r3lite.settings.common import rounded_up
 from r3lite.settings.conditions import has_documents
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
@@ -165,4 +165,4 @@ class RLSettings(Section):
 
     def questions_at(self, share: float) -> int:
         """Returns a share of a round's questions as a number of questions, rounded up."""
-        return math.ceil(share * self.batch_size)
+        return rounded_up(share * self.batch_size)

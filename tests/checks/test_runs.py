@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -144,6 +145,13 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
     monkeypatch.setattr(supervised.SFTTrainer, "step", noisy)
     found = runs.resume(EXACT)
     assert found.state == "skipped" and "does not repeat runs exactly" in found.message
+
+
+def test_losses_that_are_no_numbers_are_no_error_of_the_check_itself():
+    """A file of metrics has null for such a loss, from which nothing can be subtracted."""
+    sound, lost = [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 1.0}, {"loss": None}]
+    assert runs._largest_difference(sound, [{"loss": 1.0}, {"loss": 2.5}]) == 0.5
+    assert math.isnan(runs._largest_difference(sound, lost))
 
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):

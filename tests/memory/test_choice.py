@@ -137,6 +137,19 @@ def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fix
         assert peak(changed[0], choose(*changed)) <= changed[2]
 
 
+def test_a_shorter_length_is_proposed_only_where_rows_with_a_shared_beginning_fit():
+    """Passes were of fewer than no tokens if rows shared more than the length that was tried, and seemed to fit."""
+    shared = qwen("3b", **ROUND | {"row_tokens": 4096, "rows": 16, "step_rows": 16, "shared": 600, "writes": 1792})
+    answers = replace(shared, shared=3840, reads=3840, writes=256, contexts=qwen("3b", episodes=8, trains=False))
+    for w, length, beginning in ((shared, 512, 512), (shared, 1024, 600), (answers, 2048, 1792), (answers, 256, 0)):
+        shorter = choice._shorter(w, length)
+        assert (shorter.row_tokens, shorter.shared) == (length, beginning)
+        assert planner.allocated(shorter, Memory(nf4=True)) > planner.weight_bytes(shorter, True)
+    with raises(R3LiteError, "budget-too-small", "2,500 MiB") as error:
+        choose(answers, {}, 2500 * MIB)
+    assert "--stream-layers" in error.value.remedy and "--max-length 1024" not in error.value.remedy
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("4GiB", 4 << 30), ("1300MiB", 1300 << 20), ("3.5 GB", 3_500_000_000), ("800 mb", 8 * 10**8), ("1.5gib", 3 << 29)],

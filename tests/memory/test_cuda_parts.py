@@ -37,6 +37,16 @@ def test_a_plan_has_the_parts_of_the_card_in_use(monkeypatch, capability, card):
 
 
 @pytest.mark.parametrize(
+    ("name", "beside"), [("RTX 4090", LAPTOP), ("T4", LAPTOP), ("NVIDIA H100 80GB HBM3", HOPPER), ("rtx 5060", HOPPER)]
+)
+def test_a_plan_for_a_card_elsewhere_has_the_parts_that_a_plan_on_it_has(name, beside):
+    """A plan for an RTX 5060 (compute capability 12) reserved 446 MiB less than the run on it then did."""
+    elsewhere = on_card(replace(SFT, device="cuda"), name, "fp16")
+    assert elsewhere.beside == beside
+    assert elsewhere.device is None  # the memory of this machine's host does not limit --stream-layers there
+
+
+@pytest.mark.parametrize(
     ("captured", "pool"),
     [
         (1, 22),  # 8.1 MiB of workspace in one piece of 20, small tensors in one of 2

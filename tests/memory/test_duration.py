@@ -154,6 +154,11 @@ def test_validations_are_counted_and_refills_are_named():
     assert validated.seconds == plain.seconds
     assert f", without up to 3 refills; {in_words(validated.validation_seconds)} for a validation; " in validated.line()
     assert validated.report()["validation"] == round(validated.validation_seconds, 4)
+    # With --learn answer, a round samples last turns of 64 tokens only, and a validation whole episodes all the same.
+    answers = replace(known, writes=64, shared=704, contexts=replace(ROUND, episodes=2), held_out=16)
+    learned = predict(answers, Memory(rollout_batch_size=8))
+    assert learned.phases["sample"] < plain.phases["sample"] / 4
+    assert learned.validation_seconds == pytest.approx(validated.validation_seconds)
     unknown = replace(validated, workload=replace(validated.workload, steps=None))
     assert unknown.run_seconds is None
     assert f"; {in_words(validated.validation_seconds)} for a validation; --data or --max-steps sets" in unknown.line()

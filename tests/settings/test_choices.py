@@ -7,7 +7,7 @@ from r3lite.core import invocation
 from r3lite.core.config import Origin, flat
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve, to_toml
-from r3lite.settings import PpoConfig, SftConfig
+from r3lite.settings import PpoConfig, RLSettings, SftConfig
 
 
 def settings(*argv: str, default=None) -> dict:
@@ -48,6 +48,17 @@ def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
         found = settings(*flags)
         assert (found["clip_high"], found["refill_limit"]) == (0.25, 3)
     assert settings("--algorithm", "gspo")["clip_high"] == 4e-4
+
+
+def test_shares_and_epochs_are_rounded_up_from_what_they_are_and_not_from_what_floats_make_of_them():
+    """0.55 x 100 is 55.00000000000001 and 1.1 x 100 / 10 is 11.000000000000002 in floats."""
+    rl = RLSettings(batch_size=100)
+    assert [rl.questions_at(share) for share in (0.0, 0.001, 0.55, 0.551, 1.0)] == [0, 1, 55, 56, 100]
+    flags = ["--epochs", "1.1", "--batch-size", "10"]
+    ppo = resolve("ppo", PpoConfig(), flags)
+    assert [ppo.rounds(questions) for questions in (1, 100, 101)] == [1, 11, 12]
+    sft = resolve("sft", SftConfig(), [*flags, "--gradient-accumulation", "1"])
+    assert sft.steps_and_row_limit(10) == (2, 11) and sft.steps_and_row_limit(100) == (11, 110)
 
 
 def test_what_a_run_wrote_down_is_read_back(toml):
