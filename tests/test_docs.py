@@ -213,7 +213,7 @@ def test_every_reward_has_its_row_with_its_parameters():
         assert told.strip() == ", ".join(f"`{key}` {value}" for key, value in zip(names, shown)), name
 
 
-def test_a_hider_of_process_rewards_work_as_the_page_says(tmp_path, monkeypatch):
+def test_a_users_own_rewards_work_as_the_page_says(tmp_path, monkeypatch):
     """From a folder that has nothing to do with the package."""
     text = REWARDS_PAGE.read_text(encoding="utf-8")
     (module,) = re.findall(r"```python\n(.*?)```", text, re.S)

@@ -157,7 +157,7 @@ def sometimes(episode, verdict=None):
 '''
 
 
-def test_a_hider_of_process_functions(own):
+def test_a_users_own_functions(own):
     own(OWN)
     chosen = settings(
         {"name": "own_rewards:brevity", "weight": 0.5, "most": 1}, {"name": "own_rewards:each", "bonus": 0.25}
