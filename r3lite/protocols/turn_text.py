@@ -62,9 +62,16 @@ class TurnText:
             self._may_close[last_token] = self._may_end_stop_string(last_token)
         if not self._may_close[last_token]:
             return False
-        # A stop string of n bytes spans at most n tokens, and ends in this one if it is complete only now.
-        stops = self.protocol.stop_strings
-        return any(stop in self.tokenizer.decode(turn[-len(stop.encode()) :]) for stop in stops)
+        return any(self._completes(turn, stop) for stop in self.protocol.stop_strings)
+
+    def _completes(self, turn: Sequence[int], stop: str) -> bool:
+        """Returns whether the last token of a turn completes a stop string.
+
+        One that was complete before does not count: a thought may have quoted it.
+        """
+        end_of_turn = turn[-len(stop.encode()) :]  # a stop string of n bytes spans at most n tokens
+        text_before = self.tokenizer.decode(end_of_turn[:-1])
+        return self.tokenizer.decode(end_of_turn).count(stop) > text_before.count(stop)
 
     def _may_end_stop_string(self, token: int) -> bool:
         """Returns whether a token has the last character of a stop string, or some of the bytes of this character.

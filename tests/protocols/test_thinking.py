@@ -65,7 +65,9 @@ def test_a_stop_string_in_a_thought_is_a_quotation(layout):
     stop = layout.protocol.stop_strings[0]
     transcript.write(layout.tokenizer.encode(f"Then we get {stop}"))
     assert layout.turn_is_over(transcript) == layout.protocol.thinks  # such a thought is part of the step
-    transcript.write(layout.tokenizer.encode(f"\n</think>\n\nIt is known. {stop}"))
+    transcript.write(layout.tokenizer.encode("\n</think>\n\nStep 1:\n"))
+    assert not layout.turn_is_over(transcript)  # the quotation is near, but the last token is not its end
+    transcript.write(layout.tokenizer.encode(stop))
     assert layout.turn_is_over(transcript)
 
 
