@@ -25,6 +25,7 @@ import torch
 from bench import algorithms_page, records
 from bench.options import RESULTS
 from r3lite.assembly.stages import HURRIED, TRAJECTORIES
+from r3lite.core import run_files
 from r3lite.core.files import read_jsonl, shipped, write_text
 from r3lite.devices.precision import Precision, resolve_dtype
 from r3lite.rl.algorithms import ALGORITHMS
@@ -63,7 +64,7 @@ class Seed:
     def taught(self, name: str, flags: list[str]) -> Path:
         """An adapter that SFT made, unless it is there."""
         output = self.folder / name
-        if not (output / "summary.json").exists():
+        if not (output / run_files.SUMMARY).exists():
             run("sft", [*self.shared, *flags, "--output", str(output), "--resume", "auto"])
         return output
 
@@ -83,11 +84,11 @@ class Seed:
 
     def evaluate(self, adapter: Path, output: Path) -> dict:
         """The scores of an adapter on the test questions, with each question's exact match and F1."""
-        if not (output / "scores.json").exists():
+        if not (output / run_files.SCORES).exists():
             arguments = [*self.shared, "--data", str(self.world / "test.jsonl"), *self.search]
             run("evaluate", [*arguments, "--adapter", str(adapter), "--output", str(output)])
-        found = json.loads((output / "scores.json").read_text(encoding="utf-8"))
-        answers = [row.values for row in read_jsonl(output / "predictions.jsonl")]
+        found = json.loads((output / run_files.SCORES).read_text(encoding="utf-8"))
+        answers = [row.values for row in read_jsonl(output / run_files.PREDICTIONS)]
         metrics = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
         return {name: round(found[name]["value"], 4) for name in metrics} | {
             "each_em": "".join(str(int(row["em"])) for row in answers),
@@ -113,7 +114,7 @@ class Seed:
         while (missing := budget - (made := generated(output))[-1]) > (mean := made[-1] / max(1, len(made) - 1)) / 2:
             # Far fewer rounds than it will take, as episodes become longer; then one by one.
             run("ppo", [*arguments, "--stop-after", str(max(1, int(0.6 * missing / mean)) if mean else 1)])
-        rows = [row.values for row in read_jsonl(output / "metrics.jsonl")]
+        rows = [row.values for row in read_jsonl(output / run_files.METRICS)]
         told = {
             "tokens": made[-1],
             "rounds": len(made) - 1,
@@ -125,7 +126,7 @@ class Seed:
 
 def generated(output: Path) -> list[int]:
     """How many tokens the model had generated before the first round, and after each one."""
-    path, made = output / "metrics.jsonl", [0]
+    path, made = output / run_files.METRICS, [0]
     for row in read_jsonl(path) if path.exists() else ():
         new = row.values["completions/total_tokens"] + row.values.get("expand/new_tokens", 0)
         made.append(made[-1] + new)

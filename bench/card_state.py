@@ -6,16 +6,14 @@ from statistics import fmean
 
 from bench.recipe_page import spread
 from bench.records import table
+from r3lite.core import run_files
 from r3lite.core.files import read_record
 from r3lite.core.inherited import ADAPTER
 from r3lite.evaluation.folder import COMPARISON
-from r3lite.evaluation.folder import SCORES as SCORES_FILE
 from r3lite.evaluation.scores import FULL_RECALL_EM
 from r3lite.training import checkpoint, metrics
 
-SUMMARY = "summary.json"  # written when a training is complete
-EPISODES = "episodes.jsonl"
-START = b'{"step": '  # of each line of EPISODES
+START = b'{"step": '  # of each line of run_files.EPISODES
 LINES = 20  # of the log of a stage that failed
 # What the table of evaluations shows, with titles.
 SCORES = {"em": "EM", FULL_RECALL_EM: "EM, full recall", "f1": "F1", "retrieval_recall": "recall"}
@@ -27,7 +25,7 @@ def adapter_of(output: Path) -> Path | None:
 
     None if no round was learned from.
     """
-    if (output / SUMMARY).exists():
+    if (output / run_files.SUMMARY).exists():
         return output / ADAPTER
     newest = checkpoint.newest_valid(output)
     if newest is None or newest == checkpoint.folders_by_step(output).get(0):
@@ -38,11 +36,11 @@ def adapter_of(output: Path) -> Path | None:
 def training_of(output: Path) -> dict:
     """How far a training is: rounds, samples (ends or episodes), their number in an hour of rounds, the mean reward of
     the first and of the last third of the rounds, and the metrics of the last round."""
-    rows = [row for row in metrics.read(output / metrics.FILE) if row["step"] > 0]
+    rows = [row for row in metrics.read(output / run_files.METRICS) if row["step"] > 0]
     if not rows:
         return {"rounds": 0, "samples": 0}
     last = rows[-1]
-    samples = sample_count(output / EPISODES, last["step"])
+    samples = sample_count(output / run_files.EPISODES, last["step"])
     seconds = sum(row["step_time"] for row in rows)
     progress = {"rounds": last["step"], "samples": samples, "samples_per_hour": round(3600 * samples / seconds)}
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
@@ -64,7 +62,7 @@ def sample_count(path: Path, rounds: int) -> int:
 
 def scores_of(output: Path) -> dict:
     """The scores of an evaluation that is complete."""
-    scores = read_record(output / SCORES_FILE, "").values
+    scores = read_record(output / run_files.SCORES, "").values
     return {"scores": {name: scores.get(name) for name in ("n", "finish", *SCORES)}}
 
 

@@ -29,6 +29,7 @@ from bench.algorithms import run
 from bench.options import RESULTS
 from r3lite.assembly import rl_setup
 from r3lite.assembly.rl_round import RoundSampler
+from r3lite.core import run_files
 from r3lite.core.files import shipped, write_text
 from r3lite.core.invocation import resolve
 from r3lite.core.spans import Stopwatch
@@ -82,27 +83,27 @@ class Seed:
         if not rows.exists():
             data = ["--data", str(WORLD / "train.jsonl"), *self.search]
             run("collect", [*self.tiny, *data, "--output", str(rows)])
-        if not (self.folder / "sft" / "summary.json").exists():
+        if not (self.folder / "sft" / run_files.SUMMARY).exists():
             more = ["--max-steps", str(COLD_STEPS), "--resume", "auto"]
             run("sft", [*self.tiny, "--data", str(rows), *more, "--output", str(self.folder / "sft")])
 
     def em(self, name: str) -> float:
         """Exact match of the run `name` on the test questions."""
         output = self.folder / f"{name}-scores"
-        if not (output / "scores.json").exists():
+        if not (output / run_files.SCORES).exists():
             data = ["--data", str(WORLD / "test.jsonl"), *self.search]
             adapter = ["--adapter", str(self.folder / name)]
             run("evaluate", [*self.tiny, *data, *adapter, "--output", str(output)])
-        return json.loads((output / "scores.json").read_text(encoding="utf-8"))["em"]["value"]
+        return json.loads((output / run_files.SCORES).read_text(encoding="utf-8"))["em"]["value"]
 
     def learn(self, name: str, flags: list[str]) -> dict:
         """A run of RL, and what became of the cold start."""
         output = self.folder / name
-        if not (output / "summary.json").exists():
+        if not (output / run_files.SUMMARY).exists():
             data = ["--data", str(WORLD / "train.jsonl"), "--resume", "auto", "--output", str(output)]
             run("ppo", [*self.rl, *data, *flags])
         kl, error = self.last_kl(output)
-        rounds = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rounds = [json.loads(line) for line in (output / run_files.METRICS).read_text(encoding="utf-8").splitlines()]
         third = max(1, len(rounds) // 3)
         return {
             "em": round(self.em(name), 4),

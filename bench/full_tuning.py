@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import records
+from r3lite.core import run_files
 from r3lite.core.invocation import resolve
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import encode_fitting, encode_rows_of, read_data
@@ -83,7 +84,7 @@ def adamw(model: str, data: str, output: Path) -> None:
 
 def compare(run: Path, other: Path, output: Path) -> None:
     """Writes the mean losses of both and how far they are from each other."""
-    ours, theirs = metrics.read(run / metrics.FILE), metrics.read(other)
+    ours, theirs = metrics.read(run / run_files.METRICS), metrics.read(other)
     assert len(ours) == len(theirs) == STEPS, (len(ours), len(theirs))
 
     def mean(found: list[dict], first: int) -> float:

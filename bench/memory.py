@@ -30,6 +30,7 @@ import torch
 
 from bench import options, peers, records
 from bench.full_length import FullTurns, full_question, full_rows, full_trace
+from r3lite.core import run_files
 from r3lite.devices import speed
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
@@ -148,7 +149,7 @@ def run_command(case: Case, folder: str, precision: Precision, more: Sequence[st
     ):
         main = sft.main if case.algorithm == "sft" else ppo.main
         assert main([*arguments(case, folder, Path(where), precision), *more]) == 0, "the command failed"
-        return plans[0], metrics.read(Path(where) / "run" / metrics.FILE)[-1]
+        return plans[0], metrics.read(Path(where) / "run" / run_files.METRICS)[-1]
 
 
 def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 
 from bench.records import ROOT, provenance, table
 from r3lite import quickstart
+from r3lite.core import run_files
 from r3lite.core.files import write_json, write_text
 from r3lite.devices.precision import Precision, resolve_dtype
 from r3lite.protocols.registry import PROTOCOLS
@@ -45,7 +46,9 @@ def measure(name: str, seed: int, folder: Path) -> dict:
     summary = json.loads((folder / "quickstart.json").read_text(encoding="utf-8"))
     stages = {}
     for stage in summary["stages"][1:]:
-        scores = json.loads((folder / f"evaluate-{stage['stage'].lower()}" / "scores.json").read_text(encoding="utf-8"))
+        scores = json.loads(
+            (folder / f"evaluate-{stage['stage'].lower()}" / run_files.SCORES).read_text(encoding="utf-8")
+        )
         of_stage = {key: scores[key] for key in SCORES}
         of_stage["hops"] = {n: {k: group[k] for k in ("em", "mean_searches")} for n, group in scores["by_hops"].items()}
         stages["SFT" if stage["stage"] == "SFT" else "RL"] = of_stage

@@ -40,6 +40,7 @@ from bench.recipe_settings import (
     taught_half,
     without_length,
 )
+from r3lite.core import run_files
 from r3lite.core.answer_match import question_key
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import Terminated
@@ -49,8 +50,7 @@ from r3lite.core.invocation import resolve
 from r3lite.datasets.collected import rejected_ids
 from r3lite.datasets.qa import read_questions
 from r3lite.datasets.splits import new_questions
-from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
-from r3lite.evaluation.folder import SCORES as SCORES_FILE
+from r3lite.evaluation.folder import COMPARISON
 from r3lite.settings import CollectConfig
 
 MORE = ("then", "baselines", "cross_fit", "flags")  # settings that may change, as long as no stage that was begun does
@@ -131,7 +131,7 @@ class Way:
             output = self.evaluation(label, name)
             arguments = [*given.runs_model, *given.searches, "--data", dev, *limit, *what]
             arguments += [*given.more("evaluate", *kinds), "--output", str(output)]
-            self.run(Stage(output.name, "evaluate", arguments, output / SCORES_FILE))
+            self.run(Stage(output.name, "evaluate", arguments, output / run_files.SCORES))
             for other, compared in self.comparisons(label, name).items():
                 pair = ["--compare", str(self.evaluation(other, name)), str(output), "--seed", str(given.seed)]
                 arguments = [*pair, "--output", str(compared)]
@@ -207,7 +207,7 @@ class Way:
         sources = [source for name, files in data.items() for source in self.weighed(name, files)]
         arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *flags]
         arguments += ["--output", str(output), "--resume", "auto"]
-        self.run(Stage(label, "sft", arguments, output / "summary.json"))
+        self.run(Stage(label, "sft", arguments, output / run_files.SUMMARY))
 
     def weighed(self, name: str, files: Sequence[Path]) -> list[str]:
         """A set's files as --sources has them: they share its weight by their numbers of rows; empty ones are left
@@ -229,7 +229,7 @@ class Way:
         others = [str(file) for file in self.questions_of(3 - half)]
         arguments += ["--exclude", ",".join([*given.dev_files, *others])]
         arguments += [*given.more("ppo"), "--output", str(output), "--resume", "auto"]
-        self.run(Stage(label, "ppo", arguments, output / "summary.json"))
+        self.run(Stage(label, "ppo", arguments, output / run_files.SUMMARY))
 
     def averaged(self, label: str, adapters: Sequence[Path]) -> None:
         """The mean of adapters, as one."""
@@ -303,8 +303,8 @@ class Way:
         for label in (*self.settings.baselines, *self.settings.labels()):
             for name in self.settings.sets:
                 output = self.evaluation(label, name)
-                if (output / SCORES_FILE).exists():
-                    scores = read_json(output / SCORES_FILE)
+                if (output / run_files.SCORES).exists():
+                    scores = read_json(output / run_files.SCORES)
                     row = {"model": label, "set": name, "n": scores["n"], "finish": scores["finish"]}
                     row |= {key: scores.get(key) for key in SHOWN}
                     for other, compared in self.comparisons(label, name).items():
@@ -327,7 +327,7 @@ def read_json(path: Path) -> Any:
 
 def amounts(output: Path) -> dict[str, int]:
     """How many tokens a training processed or an evaluated model wrote, or how many trajectories a collection has."""
-    predictions, metrics = output / PREDICTIONS, output / "metrics.jsonl"
+    predictions, metrics = output / run_files.PREDICTIONS, output / run_files.METRICS
     trajectories = output.with_name(f"{output.name}.jsonl")
     if predictions.exists():
         return {"tokens": sum(round(row.number("reasoning_tokens", 0)) for row in read_jsonl(predictions))}

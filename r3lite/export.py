@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from r3lite.core import command
+from r3lite.core import command, run_files
 from r3lite.core.errors import R3LiteError, UsageError, extra
 from r3lite.core.files import names_in, read_record, sole_writer, sweep
 from r3lite.exporting import hub
@@ -43,7 +43,7 @@ def export(config: ExportConfig) -> None:
         hub.token()  # also before the merge: raises an error if there is no token
     scores = {}
     if settings.evaluation:
-        scores = read_record(Path(settings.evaluation) / "scores.json", "Pass the folder of an evaluation.").values
+        scores = read_record(Path(settings.evaluation) / run_files.SCORES, "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         check_output(config)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from r3lite.core import command
-from r3lite.core.earlier_output import CONFIG, check_output
+from r3lite.core import command, run_files
+from r3lite.core.earlier_output import check_output
 from r3lite.core.files import check_writable, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
@@ -58,7 +58,7 @@ def write_splits(config: PrepareConfig, output: Path) -> None:
     held_out_data = held_out(config.data.data, config.prepare.held_out)
     splits = draw(config.data, config.prepare, config.common.seed, held_out_data)
     sweep(output)
-    write_text(output / CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
+    write_text(output / run_files.CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
     for name, rows in splits.items():
         write_jsonl(output / f"{name}.jsonl", rows)
     counts = {name: len(rows) for name, rows in splits.items()}

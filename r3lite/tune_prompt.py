@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from r3lite.core import command
+from r3lite.core import command, run_files
 from r3lite.core.config import UsageError, flag
-from r3lite.core.earlier_output import CONFIG, check_output
+from r3lite.core.earlier_output import check_output
 from r3lite.core.files import sole_writer, sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.settings import TunePromptConfig
@@ -62,7 +62,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
         engine = build_engine(config, count, judge=config.judge)
         # From here on the folder belongs to this run: if it is killed, only the same run may be started there again.
         sweep(output)
-        write_text(output / CONFIG, to_toml(config, "tune_prompt"))
+        write_text(output / run_files.CONFIG, to_toml(config, "tune_prompt"))
         tuner = PromptTuner(
             config=config,
             output=output,

@@ -8,6 +8,7 @@ import torch
 
 from r3lite import ask, export, ppo, sft
 from r3lite.assembly import supervised
+from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.exporting import chats
@@ -22,7 +23,7 @@ FULL = ["--no-lora", "--batch-size", "2", "--learning-rate", "2e-3"]
 
 
 def log(output: Path) -> list[dict]:
-    return metrics.read(output / metrics.FILE)
+    return metrics.read(output / run_files.METRICS)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

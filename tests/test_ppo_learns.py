@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from r3lite import ppo
+from r3lite.core import run_files
 from r3lite.core.files import write_jsonl
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
@@ -40,7 +41,7 @@ def rewards(tmp_path, monkeypatch):
         if {"luffy", "hybrid"} & set(more):
             data += ["--traces", str(tmp_path / "traces.jsonl")]
         assert ppo.main([*flags.split(), *prompts, *data, *more]) == 0
-        return [record["reward"] for record in metrics.read(tmp_path / "run" / metrics.FILE)]
+        return [record["reward"] for record in metrics.read(tmp_path / "run" / run_files.METRICS)]
 
     return run
 

@@ -14,6 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from r3lite import sft
+from r3lite.core import run_files
 from r3lite.core.episode import Step
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
@@ -85,7 +86,7 @@ SHORT = ["--batch-size", "2", "--gradient-accumulation", "2", "--lora-dropout", 
 
 
 def log(output: Path) -> list[dict]:
-    return metrics.read(output / metrics.FILE)
+    return metrics.read(output / run_files.METRICS)
 
 
 def test_rows_of_one_question_are_not_split_between_training_and_validation(toy, tmp_path):

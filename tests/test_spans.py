@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from r3lite import ppo, sft
+from r3lite.core import run_files
 from r3lite.core.spans import NO_SPANS, Spans
-from r3lite.training import metrics
 from r3lite.training.trace import CHROME, CLOSED, OPENTELEMETRY
 from tests.cold_start import WORLD, arguments, logged, same
 
@@ -67,7 +67,7 @@ def chrome(cold):
 @pytest.mark.slow
 def test_numbers_are_the_same_with_spans_and_without(plain, chrome):
     same(plain, chrome)
-    assert [r["step"] for r in logged(chrome, metrics.FILE)] == [0, 1, 2, 3, 4]
+    assert [r["step"] for r in logged(chrome, run_files.METRICS)] == [0, 1, 2, 3, 4]
     assert not (plain / CHROME).exists() and not (plain / OPENTELEMETRY).exists()
 
 
@@ -81,7 +81,7 @@ def test_the_chrome_trace_of_a_run_that_was_interrupted(chrome):
     for name in ("rollout", "score", "update", "checkpoint"):
         assert [e["args"]["step"] for e in spans if e["name"] == name] == [1, 2, 3, 4], name
     lasting = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}
-    for record in logged(chrome, metrics.FILE)[1:]:  # the same clock, read twice
+    for record in logged(chrome, run_files.METRICS)[1:]:  # the same clock, read twice
         assert lasting[record["step"]]["dur"] / 1e6 == pytest.approx(record["time/rollout"], abs=0.01)
     for tid in names:  # on one track, spans enclose each other or follow
         ends = []
@@ -101,7 +101,7 @@ def test_generations_have_the_prompt_lengths_of_the_episodes(chrome):
     of the metrics is built."""
     events = json.loads((chrome / CHROME).read_text(encoding="utf-8"))
     rollouts = {e["args"]["step"]: e for e in events if e["name"] == "rollout"}
-    for record in logged(chrome, metrics.FILE)[1:]:
+    for record in logged(chrome, run_files.METRICS)[1:]:
         step = rollouts[record["step"]]
         inside = [
             e for e in events

@@ -6,6 +6,7 @@ import torch
 from r3lite import ppo, sft
 from r3lite.assembly import reinforcement, supervised
 from r3lite.assembly.teacher import TeacherInTurns
+from r3lite.core import run_files
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
@@ -53,7 +54,7 @@ def test_a_rehearsal_leaves_nothing_but_what_it_found_out(toy, tmp_path, kind, r
     passes = request.getfixturevalue("rehearsing")
     assert sft.main([*arguments, "--output", str(tmp_path / "rehearsed")]) == 0
     assert passes[0] == max(passes)
-    one, two = (metrics.read(tmp_path / name / metrics.FILE) for name in ("plain", "rehearsed"))
+    one, two = (metrics.read(tmp_path / name / run_files.METRICS) for name in ("plain", "rehearsed"))
     assert [metrics.repeatable(r) for r in one] == [metrics.repeatable(r) for r in two]
     one, two = (checkpoint.read(tmp_path / name / "checkpoint-4").tensors for name in ("plain", "rehearsed"))
     assert all(torch.equal(one[group][name], two[group][name]) for group in one for name in one[group])

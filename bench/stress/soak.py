@@ -37,6 +37,7 @@ from bench.stress import worker_soak
 from bench.stress.watching import EVERY, ROOT, TINY, WORLD, Look, look, verdict, watched
 from r3lite import ppo
 from r3lite.assembly.reinforcement import RLTrainer
+from r3lite.core import run_files
 from r3lite.core.files import read_jsonl, write_jsonl
 from r3lite.devices import machine
 from r3lite.devices.live_tensors import MIB, LiveTensors
@@ -83,7 +84,7 @@ def live(algorithm: str, folder: Path, total: int) -> dict:
     with counter, mock.patch.object(RLTrainer, "step", counted):
         flags = [*TINY, *data, *sizes.split(), "--adapter", str(folder / "start"), "--output", str(output)]
         assert ppo.main(flags) == 0
-    ends = [0, *(record["num_tokens"] for record in metrics.read(output / metrics.FILE))]
+    ends = [0, *(record["num_tokens"] for record in metrics.read(output / run_files.METRICS))]
     tokens = [after - before for before, after in itertools.pairwise(ends)]
     drift = max(found[WARM:]) - min(found[WARM:])
     return {

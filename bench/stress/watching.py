@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.serving import computed
+from r3lite.core import run_files
 from r3lite.core.files import shipped
 from r3lite.devices.live_tensors import MIB
 
@@ -61,7 +62,7 @@ def logged(folder: Path) -> Callable[[], tuple[int, float]]:
     seen = [0, 0.0, 0]
 
     def done() -> tuple[int, float]:
-        path = folder / "metrics.jsonl"
+        path = folder / run_files.METRICS
         if path.exists():
             with open(path, "rb") as file:
                 file.seek(seen[2])

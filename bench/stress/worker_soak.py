@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bench.serving import resident
 from bench.stress import watching
+from r3lite.core import run_files
 from r3lite.core.files import read_jsonl
 
 QUESTIONS = 2  # of a round
@@ -221,7 +222,7 @@ def watch(command: list[str], output: Path, total: int, *flags: str) -> list[wat
 def rounds_of(output: Path) -> dict[int, list[str]]:
     """The episodes of each round as they were written."""
     rounds: dict[int, list[str]] = {}
-    for row in read_jsonl(output / "episodes.jsonl"):
+    for row in read_jsonl(output / run_files.EPISODES):
         rounds.setdefault(row.values["step"], []).append(json.dumps(row.values))
     return rounds
 

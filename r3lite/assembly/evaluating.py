@@ -6,11 +6,11 @@ from pathlib import Path
 from r3lite.assembly.answering import build_engine
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.policy import remedy_of_format
+from r3lite.core import run_files
 from r3lite.core.episode import Episode
 from r3lite.core.files import sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.qa import read_questions
-from r3lite.evaluation.folder import CONFIG, PREDICTIONS, SCORES
 from r3lite.evaluation.scores import Marks, summary
 from r3lite.evaluation.tables import scores_table
 from r3lite.evaluation.text_overlap import bert_score
@@ -52,7 +52,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         print(f"{matched} of {len(questions)} questions have a matching procedure")
     # From here on the folder is this evaluation's: after a kill, only the same evaluation may start there again.
     sweep(output)  # removes files that a killed process left half-written
-    write_text(output / CONFIG, to_toml(config, "evaluate"))
+    write_text(output / run_files.CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     sequences = engine.run(questions, seeds, retrieve, progress="evaluate")
     episodes = [sequence.episode() for sequence in sequences]
@@ -72,9 +72,9 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     record = summary(episodes, marks, config.common.seed)
     if judge:
         record["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
-    write_json(output / SCORES, record)
+    write_json(output / run_files.SCORES, record)
     print(scores_table(record, remedy_of_format(config.model)))
-    print(f"written to {output / SCORES}; answers: {output / PREDICTIONS}")
+    print(f"written to {output / run_files.SCORES}; answers: {output / run_files.PREDICTIONS}")
 
 
 def read_setup(config: EvaluateConfig) -> Setup:
@@ -95,7 +95,7 @@ def read_setup(config: EvaluateConfig) -> Setup:
 def write_predictions(output: Path, episodes: list[Episode], marks: list[Marks]) -> None:
     """Writes predictions.jsonl: a line for each episode, with its marks."""
     records = [episode.to_json() | mark.to_json() for episode, mark in zip(episodes, marks)]
-    write_jsonl(output / PREDICTIONS, records)
+    write_jsonl(output / run_files.PREDICTIONS, records)
 
 
 def with_verdict(marks: Marks, episode: Episode, verdict: Verdict | None) -> Marks:

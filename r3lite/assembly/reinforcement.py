@@ -17,6 +17,7 @@ from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
+from r3lite.core import run_files
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
@@ -38,8 +39,6 @@ from r3lite.training.guard import Guard
 from r3lite.training.oversight import Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import Stateful, TrainState
-
-EPISODES = "episodes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             "--rollout-server needs a run in one process: start it without torchrun", code="workers-with-processes"
         )
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
-    with RunFolder("ppo", config, output, (EPISODES,), ranks=ranks) as run:
+    with RunFolder("ppo", config, output, (run_files.EPISODES,), ranks=ranks) as run:
         trainer, validation = build_trainer(config, run=run, ranks=ranks)
         oversight = Oversight(
             run=run,
@@ -136,7 +135,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         with closing(trainer.round_sampler.engine):
             completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
         if completed and ranks.first:
-            outcome = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
+            outcome = rl_setup.outcome_of(config, metrics.read(run.output / run_files.METRICS))
             adapter = run.output / "adapter"
             answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.round_sampler.judge)}"
             print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
@@ -211,7 +210,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         learner=learner,
         state=state,
         guard=guard,
-        episodes_file=run.output / EPISODES,
+        episodes_file=run.output / run_files.EPISODES,
         teacher=teacher_model,
         spans=spans,
     )

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from r3lite.core import run_files
 from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import INTERRUPTED, TERMINATED, check_status
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.core.terminal import printable
 from r3lite.evaluation.comparisons import compare
-from r3lite.evaluation.folder import PREDICTIONS, read_predictions
+from r3lite.evaluation.folder import read_predictions
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import QuickstartConfig
@@ -57,13 +58,13 @@ class Stage:
     @property
     def scores(self) -> dict:
         """The scores of scores.json."""
-        return read_record(self.folder / "scores.json", "").values
+        return read_record(self.folder / run_files.SCORES, "").values
 
     def summary(self) -> str:
         """Returns the scores in a line, and how the first question was answered, in a line for each step."""
         scores = self.scores
         values = ", ".join(f"{title} {scores[name]['value'] or 0.0:.3f}" for name, title in SHOWN.items())
-        sample = next(read_jsonl(self.folder / PREDICTIONS)).values
+        sample = next(read_jsonl(self.folder / run_files.PREDICTIONS)).values
         lines = [f"{values} ({scores['n']} questions)", f"a question: {sample['question']}"]
         for number, step in enumerate(sample["steps"], 1):
             for search in step.get("searches", [step]):
@@ -302,9 +303,9 @@ def print_what_next(out: Path, config: QuickstartConfig) -> None:
     serve = ["python", "-m", "r3lite.serve", *preset, "--adapters", f"sft={out / 'sft'},rl={rl}", *sampling]
     print(f"""
 where to look next
-  answers:          {out / f"evaluate-{rl.name}" / "predictions.jsonl"}
-  rewards:          {rl / "episodes.jsonl"}
-  training curves:  {rl / "metrics.jsonl"}
+  answers:          {out / f"evaluate-{rl.name}" / run_files.PREDICTIONS}
+  rewards:          {rl / run_files.EPISODES}
+  training curves:  {rl / run_files.METRICS}
   report:           python -m r3lite.report {out}
   ask it yourself:
     {shlex.join(ask)}

@@ -15,7 +15,7 @@ import torch
 from r3lite.assembly import supervised
 from r3lite.checks.finding import Finding, judged, largest, skipped
 from r3lite.checks.sample import CPU, questions, sentences, whole_card
-from r3lite.core import command
+from r3lite.core import command, run_files
 from r3lite.core.exit_status import check_status
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
@@ -66,7 +66,7 @@ def train(output: Path, flags: list[str]) -> list[dict]:
     """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
     check_status(sft([*flags, "--output", str(output)]), "the run failed")
-    return metrics.read(output / metrics.FILE)
+    return metrics.read(output / run_files.METRICS)
 
 
 def training(precision: Precision) -> Finding:

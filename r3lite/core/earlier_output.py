@@ -5,10 +5,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from r3lite.core import run_files
 from r3lite.core.config import Trait, flat, sections, settings_with
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import load_toml, names_in
-from r3lite.core.inherited import CONFIG
 from r3lite.core.invocation import with_values
 
 
@@ -73,15 +73,15 @@ def check_output(
 ) -> set[str]:
     """Returns the names in an output folder: none, or what an earlier start of this very run has left.
 
-    CONFIG is among what it left. Raises R3LiteError for anything else. `allowed` are the names of all that such a start
-    may leave; if it is empty, any name is allowed.
+    Such a start has left at least its settings. Raises R3LiteError for anything else. `allowed` are the names of all
+    that it may leave; if it is empty, any name is allowed.
     """
     names = names_in(output)
     if not names:
         return names
     foreign = names.difference(allowed)
-    if CONFIG not in names or (allowed and foreign):
+    if run_files.CONFIG not in names or (allowed and foreign):
         cause = f"--output {output} is not an empty folder: it holds {min(foreign or names)}"
         raise R3LiteError(cause, f"Pass another folder, such as {output / command}.", code="output-not-empty")
-    refuse_another_run(output / CONFIG, command, config, output, free)
+    refuse_another_run(output / run_files.CONFIG, command, config, output, free)
     return names

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from r3lite.core import run_files
 from r3lite.core.config import Trait, flag, flat, input_path, kinds_of, name_and_path, sections
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import load_toml, read_record
 from r3lite.core.inputs import exists
 
-CONFIG = "config.toml"  # the resolved settings, in the folder of a run
 ADAPTER = "adapter"  # in the folder of a run, or of a checkpoint in it
 MODEL = "model"  # the same, of a run that trains all weights
 ADAPTER_CONFIG = "adapter_config.json"  # in the folder of an adapter
@@ -93,7 +93,7 @@ def _command_and_settings(adapter: str | Path) -> tuple[str, dict[str, Any]]:
     """Returns the command of the run that wrote an adapter or model, and its settings; both empty if not known."""
     run, _ = run_and_step(adapter)
     with contextlib.suppress(UsageError):
-        for command, table in load_toml(run / CONFIG).items():
+        for command, table in load_toml(run / run_files.CONFIG).items():
             if isinstance(table, dict):
                 return command, table
     return "", {}

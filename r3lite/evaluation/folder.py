@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.core import earlier_output
+from r3lite.core import earlier_output, run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import load_toml, names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.records import Record
@@ -14,17 +14,15 @@ from r3lite.evaluation.scores import Marks
 from r3lite.evaluation.tables import comparison_table, pooled_table
 from r3lite.settings.commands import with_baseline
 
-CONFIG = "config.toml"
-PREDICTIONS = "predictions.jsonl"
-SCORES = "scores.json"
 COMPARISON = "comparison.json"
 Predictions = dict[str, tuple[str, Marks]]  # by id: the text of the question, and the marks of its episode
-UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # the files of an evaluation before SCORES, which is written last
+# What an evaluation that was interrupted may leave: its scores are written last.
+UNFINISHED = {run_files.CONFIG, run_files.PREDICTIONS, "judge-cache"}
 
 
 def check_output(config: Any, output: Path) -> None:
     """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
-    if (output / SCORES).exists():
+    if (output / run_files.SCORES).exists():
         remedy = f"Pass another folder, such as {output}-2."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy, code="evaluation-exists")
     earlier_output.check_output(output, "evaluate", config, UNFINISHED)
@@ -160,7 +158,7 @@ def _set_of(
 
 def name_with_baseline(path: str) -> str:
     """Returns the path of an evaluation, with its baseline if it is a folder whose settings name one."""
-    config = Path(path) / CONFIG
+    config = Path(path) / run_files.CONFIG
     settings = {}
     if config.exists():
         settings = load_toml(config).get("evaluate", {})
@@ -189,7 +187,7 @@ def read_predictions(path: str | Path) -> Predictions:
     """
     file = Path(path)
     if file.is_dir():
-        file = file / PREDICTIONS
+        file = file / run_files.PREDICTIONS
     remedy = "Pass an evaluation's folder, or its predictions.jsonl."
     predictions = predictions_of(read_jsonl(file, remedy))
     if not predictions:

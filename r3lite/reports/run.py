@@ -8,18 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import load_toml, read_jsonl, read_record, similar_path
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
-METRICS = "metrics.jsonl"
-EPISODES = "episodes.jsonl"
-PREDICTIONS = "predictions.jsonl"
-SCORES = "scores.json"
-SUMMARY = "summary.json"
-CONFIG = "config.toml"
-TRACES = (METRICS, SCORES, PREDICTIONS)  # a folder with one of them is a run's
+TRACES = (run_files.METRICS, run_files.SCORES, run_files.PREDICTIONS)  # a folder with one of them is a run's
 REMEDY = "Pass a run folder, an evaluation folder, or a folder that contains some."
 MAX_EPISODES = 32  # that are shown of the first round, and of the newest
 
@@ -77,12 +72,12 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is a run's."""
-    return any((folder / name).is_file() for name in (*TRACES, CONFIG))
+    return any((folder / name).is_file() for name in (*TRACES, run_files.CONFIG))
 
 
 def start_of(folder: Path) -> tuple[float, str]:
     """Returns when a run began, by the settings that are written first, and its name."""
-    config = folder / CONFIG
+    config = folder / run_files.CONFIG
     dated = config if config.exists() else folder
     return dated.stat().st_mtime, folder.name
 
@@ -101,22 +96,22 @@ def names(folders: list[Path]) -> list[str]:
 def read_run(folder: Path, name: str) -> Run:
     """Reads what there is of a run."""
     run = Run(name, folder)
-    if (folder / CONFIG).exists():
-        config = load_toml(folder / CONFIG)
+    if (folder / run_files.CONFIG).exists():
+        config = load_toml(folder / run_files.CONFIG)
         tables = [(key, value) for key, value in config.items() if isinstance(value, dict)]
         if tables:
             run.command, run.settings = tables[0]
         run.name = with_baseline(name, run.settings)
-    for key, file in (("summary", SUMMARY), ("scores", SCORES)):
+    for key, file in (("summary", run_files.SUMMARY), ("scores", run_files.SCORES)):
         if (folder / file).exists():
             setattr(run, key, read_record(folder / file, "Delete or restore the file.").values)
     rows_by_step = {}
-    for row in lines(run, METRICS):
+    for row in lines(run, run_files.METRICS):
         if isinstance(row.values.get("step"), int):
             rows_by_step[row.values["step"]] = row.values
     run.metrics = [rows_by_step[step] for step in sorted(rows_by_step)]
-    run.predictions = list(lines(run, PREDICTIONS))
-    for row in lines(run, EPISODES):
+    run.predictions = list(lines(run, run_files.PREDICTIONS))
+    for row in lines(run, run_files.EPISODES):
         _take(run, row)
     return run
 

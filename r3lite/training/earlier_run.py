@@ -5,11 +5,12 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from r3lite.core import run_files
 from r3lite.core.answer_match import question_key
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import load_toml, read_record
-from r3lite.core.inherited import CONFIG, MODEL, run_and_step, settings_of
+from r3lite.core.inherited import MODEL, run_and_step, settings_of
 from r3lite.training import metrics
 
 QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
@@ -39,9 +40,9 @@ def sft_length(adapter: str | Path) -> SftLength | None:
     """
     run, step = run_and_step(adapter)
     with contextlib.suppress(R3LiteError, UsageError, OSError):
-        if "sft" not in load_toml(run / CONFIG):
+        if "sft" not in load_toml(run / run_files.CONFIG):
             return None
-        records = metrics.read(run / metrics.FILE)
+        records = metrics.read(run / run_files.METRICS)
         if step is not None:
             records = [record for record in records if record["step"] == step]
         if records and isinstance(records[-1].get("epoch"), float):

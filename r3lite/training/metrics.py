@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from r3lite.core import run_files
 from r3lite.core.errors import explained
 from r3lite.core.files import own_records
 from r3lite.devices.live_tensors import MIB
@@ -24,7 +25,6 @@ from r3lite.devices.live_tensors import MIB
 if TYPE_CHECKING:  # loaded at run time for --track only
     from r3lite.training.tracking import Tracker
 
-FILE = "metrics.jsonl"
 # Metrics that differ between repeated runs; all others are equal to the bit. (`judge/` counts the calls and the cost of
 # one process; after a resume, earlier verdicts come from the cache, as queries do from that of --query-cache.)
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib", "queries/cached_ratio")
@@ -219,7 +219,7 @@ class MetricsLog:
         tracker: "Tracker | NoTracker" = NO_TRACKER,
         memory_of: str = "process",
     ):
-        self.path = output / FILE
+        self.path = output / run_files.METRICS
         self.total = total
         self.label = label
         self.tracker = tracker

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
+from r3lite.core import run_files
 from r3lite.core.config import flat
 from r3lite.core.earlier_output import changes, refuse_another_run
 from r3lite.core.errors import R3LiteError, explained
@@ -27,7 +28,7 @@ from r3lite.core.files import (
     write_jsonl,
     write_text,
 )
-from r3lite.core.inherited import ADAPTER, CHECKPOINT, CONFIG, folders_by_step
+from r3lite.core.inherited import ADAPTER, CHECKPOINT, folders_by_step
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.core.processes import world
 from r3lite.devices.ranks import ALONE, Ranks
@@ -37,7 +38,6 @@ from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
 LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # a scheduler or `> log.txt` may have put them there before the run
-SUMMARY = "summary.json"
 NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # metrics whose means are not in summary.json
 
 
@@ -84,7 +84,7 @@ class RunFolder:
         """
         self.command = command
         self.config = config
-        self.logs = (metrics.FILE, *logs)
+        self.logs = (run_files.METRICS, *logs)
         self.ranks = ranks
         self.saved_step = 0
         self.best: int | None = None  # step of a checkpoint that stays, however old it is
@@ -137,7 +137,7 @@ class RunFolder:
             )
         changed = changes(state["settings"], self.config)
         if changed:
-            remedy = f"Pass --config {source.parent / CONFIG}, or start a new run with --adapter."
+            remedy = f"Pass --config {source.parent / run_files.CONFIG}, or start a new run with --adapter."
             raise R3LiteError(
                 f"{source} cannot be resumed with other settings: {changed}", remedy, code="resume-settings-differ"
             )
@@ -148,13 +148,13 @@ class RunFolder:
         With --resume auto it may hold an earlier start of this run without a checkpoint, or logs of a shell.
         """
         names = names_in(self.output)
-        if resume == "auto" and CONFIG in names:
-            refuse_another_run(self.output / CONFIG, self.command, config=self.config, output=self.output)
+        if resume == "auto" and run_files.CONFIG in names:
+            refuse_another_run(self.output / run_files.CONFIG, self.command, config=self.config, output=self.output)
             return
         only_logs = all(name.endswith(LOGS_OF_SHELLS) for name in names)
         if names and not (resume == "auto" and only_logs):
             remedy = "It is not the folder of a run that can be continued: pass another --output."
-            if CONFIG in names and self.command in load_toml(self.output / CONFIG):
+            if run_files.CONFIG in names and self.command in load_toml(self.output / run_files.CONFIG):
                 remedy = "Pass --resume auto to continue the run in it, or another --output."
             raise R3LiteError(
                 f"{self.output} exists and is not an empty folder: it holds {min(names)}",
@@ -166,7 +166,7 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command with which a user goes on with this run."""
         start = "torchrun ... -m" if self.ranks.size > 1 else "python -m"
-        config_file = str(self.output / CONFIG)
+        config_file = str(self.output / run_files.CONFIG)
         if " " in config_file:
             config_file = f'"{config_file}"'
         return f"{start} r3lite.{self.command} --config {config_file} --resume auto"
@@ -199,10 +199,10 @@ class RunFolder:
             if checkpoint_step > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
-                (self.output / SUMMARY).unlink(missing_ok=True)  # else a report takes the run for complete
+                (self.output / run_files.SUMMARY).unlink(missing_ok=True)  # else a report takes the run for complete
         # The config to go on with: it names this folder, and not how this process was started.
         config = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
-        write_text(self.output / CONFIG, to_toml(config, self.command))
+        write_text(self.output / run_files.CONFIG, to_toml(config, self.command))
         for name, value in self.notes.items():
             write_json(self.output / name, value)
         for name, records in logs.items():
@@ -272,7 +272,7 @@ class RunFolder:
         if not self.ranks.first:
             return
         self.write_adapter(state, self.best)
-        records = metrics.read(self.output / metrics.FILE)
+        records = metrics.read(self.output / run_files.METRICS)
         summary = {
             "command": self.command,
             "steps": total,
@@ -286,7 +286,7 @@ class RunFolder:
             "checkpoint": f"checkpoint-{total}",
         }
         with self._writing("the summary"):
-            write_json(self.output / SUMMARY, summary)
+            write_json(self.output / run_files.SUMMARY, summary)
 
 
 def check_folder(command: str, config: RunConfig) -> None:

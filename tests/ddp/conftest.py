@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.core import run_files
 from r3lite.core.files import write_jsonl
 from r3lite.models.weights import resolve_folder
 from r3lite.training import checkpoint, metrics
@@ -127,7 +128,7 @@ def differences(one: Path, other: Path, step: int = 3) -> tuple[float, float]:
     assert weights.keys() == others.keys()
     of_weights = max(float((weight - others[name]).abs().max()) for name, weight in weights.items())
     of_metrics = 0.0
-    for record, again in zip(*(metrics.read(run / metrics.FILE) for run in (one, other)), strict=True):
+    for record, again in zip(*(metrics.read(run / run_files.METRICS) for run in (one, other)), strict=True):
         a, b = metrics.repeatable(record), metrics.repeatable(again)
         assert a.keys() == b.keys() and all((a[name] is None) == (b[name] is None) for name in a)
         apart = (abs(a[n] - b[n]) / max(1.0, abs(a[n])) for n in a if isinstance(a[n], int | float))

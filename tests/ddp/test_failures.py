@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from r3lite.core import run_files
 from r3lite.training import checkpoint, metrics
 from tests.ddp.conftest import ROOT, differences, environment, free_port, rl, sft
 
@@ -25,7 +26,7 @@ def same(one: Path, other: Path, step: int) -> None:
     for group in ("weights", "optimizer"):
         assert a.tensors[group].keys() == b.tensors[group].keys()
         assert all(torch.equal(t, b.tensors[group][name]) for name, t in a.tensors[group].items())
-    one, other = ([metrics.repeatable(r) for r in metrics.read(run / metrics.FILE)] for run in (one, other))
+    one, other = ([metrics.repeatable(r) for r in metrics.read(run / run_files.METRICS)] for run in (one, other))
     assert one == other
 
 
@@ -62,7 +63,9 @@ class Torchrun:
 
     def wait_for_step(self, output: Path, step: int) -> None:
         end = time.monotonic() + 120
-        while not ((output / metrics.FILE).exists() and len((output / metrics.FILE).read_text().splitlines()) >= step):
+        while not (
+            (output / run_files.METRICS).exists() and len((output / run_files.METRICS).read_text().splitlines()) >= step
+        ):
             assert all(process.poll() is None for process in self.started) and time.monotonic() < end, self.said()
             time.sleep(0.02)
 
@@ -230,7 +233,7 @@ def test_all_end_and_the_step_before_is_saved(processes, toy, tmp_path, victim, 
     elif not agent:
         assert "r3lite.sft stopped: rank 1 has ended: Terminated" in said
     (kept,) = checkpoint.folders_by_step(tmp_path / "run")
-    assert f"step {kept} is saved" in said and len(metrics.read(tmp_path / "run" / metrics.FILE)) == kept
+    assert f"step {kept} is saved" in said and len(metrics.read(tmp_path / "run" / run_files.METRICS)) == kept
     whole(processes, ("sft", sft(toy, tmp_path / "whole", *more)))
     whole(processes, ("sft", sft(toy, tmp_path / "run", *more, "--resume", "auto")))
     same(tmp_path / "run", tmp_path / "whole", 60)

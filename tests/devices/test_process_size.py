@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.core import run_files
 from r3lite.core.environment import CACHES
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.training import metrics
@@ -40,7 +41,7 @@ def test_rows_of_ever_new_lengths_do_not_make_the_process_grow(wide_model, tmp_p
     env = {name: value for name, value in os.environ.items() if name not in CACHES}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sizes = [record["peak_memory_mib"] for record in metrics.read(tmp_path / "run" / metrics.FILE)]
+    sizes = [record["peak_memory_mib"] for record in metrics.read(tmp_path / "run" / run_files.METRICS)]
     assert len(sizes) == 30
     # After ten steps a row of nearly the greatest length was met. In fp32 some 13 % come from holes among tensors;
     # what would be kept for each length, 0.6 MiB of each of 42 products, is as much as the whole process once more.

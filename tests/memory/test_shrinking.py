@@ -11,6 +11,7 @@ import torch
 
 from r3lite import ppo, sft
 from r3lite.assembly import supervised
+from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
@@ -99,7 +100,9 @@ def assert_same(output, other, step: int, rtol: float = 1e-3, atol: float = 1e-4
     assert one.keys() == two.keys() and any(v.abs().max() > 1e-3 for k, v in one.items() if "lora_B" in k)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name], rtol=rtol, atol=atol, msg=lambda told, n=name: f"{n}: {told}")
-    for record, again in zip(metrics.read(output / metrics.FILE), metrics.read(other / metrics.FILE), strict=True):
+    for record, again in zip(
+        metrics.read(output / run_files.METRICS), metrics.read(other / run_files.METRICS), strict=True
+    ):
         one, two = (
             {name: value for name, value in metrics.repeatable(each).items() if value is not None}
             for each in (record, again)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import Terminated
 from r3lite.core.invocation import with_values
@@ -96,7 +97,7 @@ def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
         assert one.seen.steps == two.seen.steps
         assert one.state.num_tokens == two.state.num_tokens
         assert one.state.precision.state_dict() == two.state.precision.state_dict()
-    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (output, other_output)]
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (output, other_output)]
     assert logs[0] == logs[1]
     assert [r["step"] for r in logs[0]] == list(range(1, TOTAL + 1))
     states = [checkpoint.read(o / f"checkpoint-{TOTAL}").tensors["random"]["cpu"] for o in (output, other_output)]
@@ -160,7 +161,7 @@ def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, 
     assert list(checkpoint.folders_by_step(whole[1])) == [3, 4]
     assert "removing" in capsys.readouterr().err
     assert not (whole[1] / "summary.json").exists()  # the run is not complete any more
-    assert [r["step"] for r in metrics.read(whole[1] / metrics.FILE)] == [1, 2, 3, 4]
+    assert [r["step"] for r in metrics.read(whole[1] / run_files.METRICS)] == [1, 2, 3, 4]
 
 
 def test_a_corrupt_newest_checkpoint_is_passed_over(tmp_path, whole, capsys):
@@ -196,7 +197,7 @@ def test_what_a_run_folder_holds(whole):
     assert summary["steps"] == TOTAL
     assert summary["num_tokens"] == 12 * TOTAL
     assert summary["last"]["step"] == TOTAL
-    losses = [r["loss"] for r in metrics.read(output / metrics.FILE)]
+    losses = [r["loss"] for r in metrics.read(output / run_files.METRICS)]
     assert summary["mean"]["loss"] == pytest.approx(sum(losses) / TOTAL)
     assert json.loads((output / "adapter" / "adapter_config.json").read_text()) == {"sum": toy.policy.sum().item()}
     assert (output / "checkpoint-8" / "adapter" / "adapter_config.json").exists()

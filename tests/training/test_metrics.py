@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.training import metrics
 from tests.errors import raises
@@ -23,7 +24,7 @@ def logged(output, records, total=10):
 def test_a_record_is_one_line_and_one_progress_line(tmp_path, capsys):
     record = {"step": 3, "loss": 1.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 99.6, "extra": 7}
     logged(tmp_path, [record], total=3)
-    assert metrics.read(tmp_path / metrics.FILE) == [record]
+    assert metrics.read(tmp_path / run_files.METRICS) == [record]
     assert capsys.readouterr().err.strip() == "sft 3/3  loss 1.2500  grad_norm 0.5  lr 0.0002  100 tok/s"
 
 
@@ -40,7 +41,7 @@ def test_the_progress_line_says_whose_memory_it_shows(tmp_path, capsys, device, 
 def test_away_from_a_terminal_a_long_run_prints_about_twenty_lines(tmp_path, capsys):
     logged(tmp_path, [{"step": n, "loss": 0.0} for n in range(1, 401)], total=400)
     lines = capsys.readouterr().err.splitlines()
-    assert len(metrics.read(tmp_path / metrics.FILE)) == 400
+    assert len(metrics.read(tmp_path / run_files.METRICS)) == 400
     assert len(lines) == 21
     assert lines[0].startswith("sft 1/400")
     assert lines[-1].startswith("sft 400/400")
@@ -96,13 +97,15 @@ def test_what_came_before_the_first_step_is_not_in_the_time_left(tmp_path, capsy
 
 def test_what_is_not_a_number_is_null_because_json_has_no_nan(tmp_path):
     logged(tmp_path, [{"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "eval_loss": None}])
-    assert metrics.read(tmp_path / metrics.FILE) == [{"step": 1, "loss": None, "grad_norm": None, "eval_loss": None}]
-    assert "NaN" not in (tmp_path / metrics.FILE).read_text()
+    assert metrics.read(tmp_path / run_files.METRICS) == [
+        {"step": 1, "loss": None, "grad_norm": None, "eval_loss": None}
+    ]
+    assert "NaN" not in (tmp_path / run_files.METRICS).read_text()
 
 
 def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path, capsys):
     """A run killed at step 5 whose checkpoint is of step 3 had steps 4 and 5 twice in its log."""
-    path = tmp_path / metrics.FILE
+    path = tmp_path / run_files.METRICS
     logged(tmp_path, [{"step": n, "loss": n / 3} for n in range(1, 6)])
     assert len(metrics.up_to(path, 9)) == 5
     capsys.readouterr()
@@ -119,18 +122,18 @@ def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path, capsys):
 def test_a_line_that_is_no_record_is_refused_and_never_dropped(tmp_path, line, end):
     """Reading ended at such a line, and what followed it was lost when the log was written anew."""
     logged(tmp_path, [{"step": 1}])
-    with open(tmp_path / metrics.FILE, "a") as file:
+    with open(tmp_path / run_files.METRICS, "a") as file:
         file.write(f"{line}{end}")
     for read in (metrics.read, lambda path: metrics.up_to(path, 1)):
         with raises(R3LiteError, "foreign-line", "2", "a training run"):
-            read(tmp_path / metrics.FILE)
+            read(tmp_path / run_files.METRICS)
 
 
 def test_a_line_of_unusual_characters_is_one_line(tmp_path):
     """Text of the web holds U+2028, at which str.splitlines would have torn the log, and the cut lost the rest."""
     records = [{"step": n, "text": "a\u2028b\x85c\nd"} for n in (1, 2, 3)]
     logged(tmp_path, records)
-    assert metrics.up_to(tmp_path / metrics.FILE, 2) == records[:2]
+    assert metrics.up_to(tmp_path / run_files.METRICS, 2) == records[:2]
 
 
 @pytest.mark.parametrize("broken", ["write", "flush", "close"])

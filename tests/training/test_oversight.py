@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from r3lite.core import run_files
 from r3lite.core.errors import NotFinite
 from r3lite.core.invocation import with_values
 from r3lite.settings import GuardSettings, ValidationSettings
@@ -83,7 +84,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_is_the_adapter(tmp_pa
     assert (summary["adapter_step"], summary["steps"]) == (4, 8)
     best, last = (json.loads((tmp_path / f"checkpoint-{n}/adapter/adapter_config.json").read_text()) for n in (4, 8))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == best != last
-    f1s = {r["step"]: r["eval/f1"] for r in metrics.read(tmp_path / metrics.FILE) if "eval/f1" in r}
+    f1s = {r["step"]: r["eval/f1"] for r in metrics.read(tmp_path / run_files.METRICS) if "eval/f1" in r}
     assert f1s == {0: 0.2, 2: 0.4, 4: 0.8, 6: 0.6, 8: 0.7}
 
 
@@ -114,7 +115,7 @@ def test_a_collapse_goes_back_to_the_best_weights_and_on_with_smaller_steps(tmp_
         "step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row (--guard-malformed)"
         "; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
-    records = {r["step"]: r for r in metrics.read(tmp_path / "run" / metrics.FILE)}
+    records = {r["step"]: r for r in metrics.read(tmp_path / "run" / run_files.METRICS)}
     assert {s: r.get("guard/alarm") for s, r in records.items() if "guard/alarm" in r} == {7: "guard_malformed"}
     assert records[7]["guard/rollbacks"] == 0 and records[8]["guard/rollbacks"] == 1
 
@@ -128,7 +129,7 @@ def test_stopped_anywhere_and_resumed_equals_uninterrupted(tmp_path, stop):
     assert run(resumed, output=str(output), resume="auto")
     assert resumed.guard.state_dict() == whole.guard.state_dict() and whole.guard.rollbacks == 1
     same_metrics = [
-        [metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (tmp_path / "whole", output)
+        [metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (tmp_path / "whole", output)
     ]
     assert same_metrics[0] == same_metrics[1]
     assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
@@ -155,7 +156,7 @@ def test_killed_anywhere_and_resumed_equals_uninterrupted(tmp_path, at):
     resumed = Watched(**COLLAPSE)
     assert run(resumed, output=str(output), resume="auto")
     assert resumed.guard.state_dict() == whole.guard.state_dict()
-    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (tmp_path / "whole", output)]
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (tmp_path / "whole", output)]
     assert logs[0] == logs[1] and [r["step"] for r in logs[0]] == list(range(TOTAL + 1))
     assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
 
@@ -207,7 +208,7 @@ def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
     assert told == [
         f"step 6: {what}; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
-    records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
+    records = {r["step"]: r for r in metrics.read(tmp_path / run_files.METRICS)}
     assert list(records) == list(range(TOTAL + 1)) and records[6]["guard/alarm"] == "not_finite"
     assert records[8]["guard/rollbacks"] == 1 and records[8]["loss"] is not None
 
@@ -218,7 +219,7 @@ def test_stopped_around_a_rollback_from_nan_and_resumed_equals_uninterrupted(tmp
     assert run(broken(6, f1s=RISING), output=str(whole))
     assert not run(broken(6, f1s=RISING), output=str(parts), stop_after=stop, save_every=3)
     assert run(broken(6, f1s=RISING), output=str(parts), resume="auto")
-    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (whole, parts)]
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (whole, parts)]
     assert logs[0] == logs[1]
     assert all(torch.equal(w, weights(parts, TOTAL)[name]) for name, w in weights(whole, TOTAL).items())
 
@@ -237,7 +238,7 @@ def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
     with RunFolder("ppo", config, "unused") as folder:
         oversight = build_oversight(folder, toy, Nan(toy))
         assert loop.train(folder, toy, oversight)
-    records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
+    records = {r["step"]: r for r in metrics.read(tmp_path / run_files.METRICS)}
     assert records[6]["guard/alarm"] == "not_finite" and "eval/f1" not in records[6] and toy.guard.rollbacks == 1
 
 

@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import pytest
 from safetensors import SafetensorError
 
+from r3lite.core import run_files
 from r3lite.core.config import flat
 from r3lite.core.earlier_output import changes
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
 from r3lite.core.invocation import with_values
 from r3lite.settings import PpoConfig
-from r3lite.training import checkpoint, loop, metrics
+from r3lite.training import checkpoint, loop
 from r3lite.training.run_folder import RunFolder
 from tests.errors import raises
 from tests.training.test_loop import Toy, ToyConfig, run
@@ -183,7 +184,7 @@ def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):
 def test_a_foreign_line_in_the_log_is_refused_and_nothing_is_changed(tmp_path, line):
     """The log was cut there, and the records that followed were lost."""
     run(Toy(), output=str(tmp_path), stop_after=4)
-    log = tmp_path / metrics.FILE
+    log = tmp_path / run_files.METRICS
     first, rest = log.read_text().split("\n", 1)
     log.write_text(f"{first}\n{line}\n{rest}")
     before = contents(tmp_path)
